@@ -1,0 +1,141 @@
+"""The public Python interface: load a checkpoint, generate, look at logits. Joins the engine (ids) and the tokenizer (text)."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from specgrad.checkpoint import Checkpoint
+from specgrad.engine import Engine, Progress, Sampling, Stats
+from specgrad.tokenizer import StreamDecoder, Tokenizer
+
+
+@dataclass(frozen=True)
+class Reply:
+  """What was generated. ids end where text ends: with the EOS token, with the token that completed a stop string, or cut
+  by max_tokens ("length") or the context ("context"). text leaves out EOS and the stop string; None without a tokenizer."""
+  ids: list[int]
+  text: str | None
+  finish_reason: str
+  stats: Stats
+
+
+@dataclass
+class Stream:
+  """Iterates over (new ids, new text) as a reply grows; `reply` holds all of it so far. Text that may be the beginning of a stop string
+  is held back, and half a character is never shown. interrupt() ends it after the step that is running."""
+  engine: Engine
+  tokenizer: Tokenizer | None
+  prompt: list[int]
+  max_tokens: int
+  sampling: Sampling
+  stop: tuple[str, ...]
+  ids: list[int] = field(default_factory=list)
+  text: str = ""
+  stats: Stats = field(default_factory=Stats)
+  interrupted: bool = False
+
+  @property
+  def reply(self) -> Reply:
+    return Reply(list(self.ids), self.text if self.tokenizer else None, self.stats.finish_reason or "interrupted", self.stats)
+
+  def interrupt(self) -> None: self.interrupted = True
+
+  def __iter__(self) -> Iterator[tuple[list[int], str]]:
+    decoder = StreamDecoder(self.tokenizer) if self.tokenizer else None
+    eos, held = self.engine.config.eos_token_id, ""
+    for block in self.engine.generate(self.prompt, self.max_tokens, self.sampling, self.stats):
+      new: list[int] = []
+      shown = len(self.text)
+      for token in block:                                  # token by token: a block may run past the end of the text
+        new.append(token)
+        if decoder is None or token == eos: continue
+        held += decoder.push([token])
+        if (found := first_stop(held, self.stop)) is not None:
+          self.text, held, self.stats.finish_reason = self.text + held[:found], "", "stop"
+          break
+        safe = len(held) - overlap(held, self.stop)
+        self.text, held = self.text + held[:safe], held[safe:]
+      self.ids += new
+      self.stats.tokens = len(self.ids)
+      if self.interrupted: self.stats.finish_reason = self.stats.finish_reason or "interrupted"
+      if self.stats.finish_reason and decoder:
+        self.text += held + decoder.finish() if not stopped(self.stats, held, new, eos) else held
+        held = ""
+      yield new, self.text[shown:]
+      if self.stats.finish_reason: return
+    raise AssertionError("a reply ends with a reason")
+
+
+def stopped(stats: Stats, held: str, new: list[int], eos: int) -> bool:
+  """Whether a stop string ended the text: then no bytes are left to decode."""
+  return stats.finish_reason == "stop" and not held and new[-1] != eos
+
+
+def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
+  """Index of the earliest stop string in text, or none."""
+  return min((at for s in stops if (at := text.find(s)) >= 0), default=None)
+
+
+def overlap(text: str, stops: tuple[str, ...]) -> int:
+  """Length of the longest end of text that begins a stop string."""
+  return max((n for s in stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
+
+
+class Model:
+  """A loaded checkpoint with the state of one conversation: a call whose ids begin with those of the call before computes
+  only what is new. Not safe to use from several threads at once."""
+  def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
+    self.engine, self.tokenizer, self.config = engine, tokenizer, engine.config
+
+  @property
+  def max_context(self) -> int: return self.engine.max_context or 0
+
+  def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
+    """ids (n,) -> float32 (n, V): the logits after every id. `chunk` limits the rows of a prefill chunk; it changes
+    nothing but speed. Raises ValueError for ids that are none, foreign, or too many."""
+    return self.engine.logits(ids, chunk)
+
+  def stream(self, ids: Sequence[int], *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+             min_p: float = 0.0, seed: int | None = None, stop: Sequence[str] = ()) -> Stream:
+    """The iterator form of `generate`: yields (new ids, new text), keeps `reply`. Raises as `generate`, once it runs."""
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if stop and self.tokenizer is None: raise ValueError("generate: stop strings need a tokenizer, and this checkpoint has none")
+    if "" in stop: raise ValueError("generate: stop='', want strings of at least one character")
+    return Stream(self.engine, self.tokenizer, list(ids), max_tokens, Sampling(temperature, top_p, top_k, min_p, seed), stop)
+
+  def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+               min_p: float = 0.0, seed: int | None = None, stop: Sequence[str] = ()) -> Reply:
+    """ids (n,) -> the reply, at most max_tokens long. Greedy at temperature 0; otherwise a run repeats exactly from its
+    seed. finish_reason is "stop" (EOS or a stop string), "length" or "context". Raises ValueError for settings or ids out
+    of range and a prompt that does not fit, ArithmeticError if the logits are not finite."""
+    run = self.stream(ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
+    for _ in run: pass
+    return run.reply
+
+
+def demo_path() -> Path:
+  """The folder of the checkpoint that ships with the package."""
+  return Path(__file__).parent / "demo"
+
+
+def load(path: str | Path | None = None, *, numerics: str = "reference", devices: Sequence[str] = ("CPU",),
+         max_context: int | None = None, progress: Progress | None = None) -> Model:
+  """Loads the checkpoint in folder `path` (none: the demonstration checkpoint), original or Hugging Face names.
+
+  numerics "reference" computes in float32 with dequantised weights. Everything is checked before anything is allocated.
+  `progress` is called with (stage, done, total) for the stages load, compile, prefill.
+  Raises ConfigError, CheckpointError, TokenizerError, ValueError, each with one line that says what was wanted."""
+  if numerics != "reference": raise ValueError(f"load: numerics={numerics!r}, want 'reference'")
+  devices = (devices,) if isinstance(devices, str) else tuple(devices)
+  if len(devices) != 1: raise ValueError(f"load: devices={','.join(devices) or 'none'}, want one. Several devices are not supported yet")
+  folder = Path(path) if path is not None else demo_path()
+  checkpoint = Checkpoint.open(folder)
+  tokenizer = Tokenizer.from_file(folder) if (folder / "tokenizer.json").exists() else None
+  if tokenizer and tokenizer.n_vocab > checkpoint.config.vocab_size:
+    raise ValueError(f"{folder.name}: tokenizer.json has {tokenizer.n_vocab} ids, want at most vocab_size={checkpoint.config.vocab_size}. "
+                     "It belongs to another checkpoint")
+  silent: Progress = lambda stage, done, total: None
+  return Model(Engine(checkpoint, devices[0], max_context, progress or silent), tokenizer)
