@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from specgrad.toolchain import ToolchainError, prepare
 
-if TYPE_CHECKING: from specgrad.api import Model, Reply, demo_path, load
+if TYPE_CHECKING:
+  from specgrad.api import Model, Reply, demo_path, load
 
 __version__ = "0.1.0"
 __all__ = ["Model", "Reply", "ToolchainError", "demo_path", "load", "prepare"]
 
 with contextlib.suppress(ToolchainError): prepare()
-
 
 def __getattr__(name: str) -> Any:
   if name in ("Model", "Reply", "demo_path", "load"):

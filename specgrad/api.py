@@ -1,16 +1,16 @@
 """The public Python interface: load a checkpoint, generate, look at logits. Joins the engine (ids) and the tokenizer (text)."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from specgrad.checkpoint import Checkpoint
 from specgrad.engine import Engine, Progress, Sampling, Stats
 from specgrad.tokenizer import StreamDecoder, Tokenizer
-
 
 @dataclass(frozen=True)
 class Reply:
@@ -21,6 +21,13 @@ class Reply:
   finish_reason: str
   stats: Stats
 
+@dataclass(frozen=True)
+class DraftBlock:
+  """A greedy draft. logits (K, V) float32, each with the bias of the token before it; confidence (K,) float32, raw: its
+  sigmoid estimates the chance of acceptance given the tokens before. Both None for drafts that have none."""
+  tokens: np.ndarray                                       # int32 (K,)
+  logits: np.ndarray | None
+  confidence: np.ndarray | None
 
 @dataclass
 class Stream:
@@ -32,6 +39,9 @@ class Stream:
   max_tokens: int
   sampling: Sampling
   stop: tuple[str, ...]
+  depth: int | None = None
+  coupled: bool = False
+  fixed_width: int | None = None
   ids: list[int] = field(default_factory=list)
   text: str = ""
   stats: Stats = field(default_factory=Stats)
@@ -46,7 +56,7 @@ class Stream:
   def __iter__(self) -> Iterator[tuple[list[int], str]]:
     decoder = StreamDecoder(self.tokenizer) if self.tokenizer else None
     eos, held = self.engine.config.eos_token_id, ""
-    for block in self.engine.generate(self.prompt, self.max_tokens, self.sampling, self.stats):
+    for block in self.engine.generate(self.prompt, self.max_tokens, self.sampling, self.stats, self.depth, self.coupled, self.fixed_width):
       new: list[int] = []
       shown = len(self.text)
       for token in block:                                  # token by token: a block may run past the end of the text
@@ -68,21 +78,17 @@ class Stream:
       if self.stats.finish_reason: return
     raise AssertionError("a reply ends with a reason")
 
-
 def stopped(stats: Stats, held: str, new: list[int], eos: int) -> bool:
   """Whether a stop string ended the text: then no bytes are left to decode."""
   return stats.finish_reason == "stop" and not held and new[-1] != eos
-
 
 def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
   """Index of the earliest stop string in text, or none."""
   return min((at for s in stops if (at := text.find(s)) >= 0), default=None)
 
-
 def overlap(text: str, stops: tuple[str, ...]) -> int:
   """Length of the longest end of text that begins a stop string."""
   return max((n for s in stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
-
 
 class Model:
   """A loaded checkpoint with the state of one conversation: a call whose ids begin with those of the call before computes
@@ -98,33 +104,52 @@ class Model:
     nothing but speed. Raises ValueError for ids that are none, foreign, or too many."""
     return self.engine.logits(ids, chunk)
 
-  def stream(self, ids: Sequence[int], *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
-             min_p: float = 0.0, seed: int | None = None, stop: Sequence[str] = ()) -> Stream:
-    """The iterator form of `generate`: yields (new ids, new text), keeps `reply`. Raises as `generate`, once it runs."""
+  def stream(self, ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), depth: int | None = None, coupled: bool = False,
+             fixed_width: int | None = None, logit_bias: Mapping[int, float] | None = None, **sampling: Any) -> Stream:
+    """The iterator form of `generate`, with its arguments: yields (new ids, new text), keeps `reply`. Raises as `generate`."""
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if stop and self.tokenizer is None: raise ValueError("generate: stop strings need a tokenizer, and this checkpoint has none")
     if "" in stop: raise ValueError("generate: stop='', want strings of at least one character")
-    return Stream(self.engine, self.tokenizer, list(ids), max_tokens, Sampling(temperature, top_p, top_k, min_p, seed), stop)
+    settings = Sampling(**sampling, logit_bias=tuple((logit_bias or {}).items()))
+    return Stream(self.engine, self.tokenizer, list(ids), max_tokens, settings, stop, depth, coupled, fixed_width)
 
   def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
-               min_p: float = 0.0, seed: int | None = None, stop: Sequence[str] = ()) -> Reply:
+               min_p: float = 0.0, seed: int | None = None, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
+               frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None, depth: int | None = None,
+               coupled: bool = False, fixed_width: int | None = None, stop: Sequence[str] = ()) -> Reply:
     """ids (n,) -> the reply, at most max_tokens long. Greedy at temperature 0; otherwise a run repeats exactly from its
-    seed. finish_reason is "stop" (EOS or a stop string), "length" or "context". Raises ValueError for settings or ids out
-    of range and a prompt that does not fit, ArithmeticError if the logits are not finite."""
-    run = self.stream(ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
-    for _ in run: pass
-    return run.reply
+    seed. finish_reason is "stop" (EOS or a stop string), "length" or "context".
 
+    depth: drafted tokens a step, none: the draft's own block size, 0: plain decoding. At temperature above 0 drafts are
+    verified by rejection sampling, which keeps the target's law; `coupled` keeps the very ids that plain decoding gives
+    for the seed. fixed_width: rows of every step; plain decoding at fixed_width=K+1 does the arithmetic of depth K.
+    Raises ValueError for settings or ids out of range and a prompt that does not fit, ArithmeticError if the logits are
+    not finite."""
+    reply = self.stream(ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+                        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+                        logit_bias=logit_bias, depth=depth, coupled=coupled, fixed_width=fixed_width, stop=stop)
+    for _ in reply: pass
+    return reply.reply
+
+  def draft_block(self, ids: Sequence[int]) -> DraftBlock:
+    """ids (n,) -> the greedy block that the draft proposes after them: its anchor is ids[-1], its context ids[:-1].
+    Raises ValueError without a draft, and for ids as `logits`."""
+    return DraftBlock(*self.engine.draft_block(ids))
+
+  def self_test(self) -> None:
+    """Compares 32 greedy tokens with and without the draft. Raises ArithmeticError where they differ."""
+    self.engine.self_test()
 
 def demo_path() -> Path:
   """The folder of the checkpoint that ships with the package."""
   return Path(__file__).parent / "demo"
 
-
 def load(path: str | Path | None = None, *, numerics: str = "reference", devices: Sequence[str] = ("CPU",),
-         max_context: int | None = None, progress: Progress | None = None) -> Model:
+         draft: str | Path = "auto", max_context: int | None = None, progress: Progress | None = None) -> Model:
   """Loads the checkpoint in folder `path` (none: the demonstration checkpoint), original or Hugging Face names.
 
+  draft: "auto" takes the checkpoint's own DSpark stages if there are any, "none" decodes plainly, "ngram" looks up what
+  followed before, and a folder is a smaller checkpoint with the same vocabulary that drafts token by token.
   numerics "reference" computes in float32 with dequantised weights. Everything is checked before anything is allocated.
   `progress` is called with (stage, done, total) for the stages load, compile, prefill.
   Raises ConfigError, CheckpointError, TokenizerError, ValueError, each with one line that says what was wanted."""
@@ -138,4 +163,4 @@ def load(path: str | Path | None = None, *, numerics: str = "reference", devices
     raise ValueError(f"{folder.name}: tokenizer.json has {tokenizer.n_vocab} ids, want at most vocab_size={checkpoint.config.vocab_size}. "
                      "It belongs to another checkpoint")
   silent: Progress = lambda stage, done, total: None
-  return Model(Engine(checkpoint, devices[0], max_context, progress or silent), tokenizer)
+  return Model(Engine(checkpoint, devices[0], max_context, str(draft), progress or silent), tokenizer)

@@ -57,6 +57,7 @@ class Expect:
 class Checkpoint:
   """An opened folder in which every tensor has been found, measured and checked; nothing is read or held yet.
   Other processes may share it and the folder may be read-only: each read opens its file anew."""
+  folder: Path
   config: Config
   tensors: dict[str, TensorInfo] = field(repr=False)  # by official name, whatever the files call them
   notes: list[str]
@@ -83,7 +84,7 @@ class Checkpoint:
     ordered = {name: tensors[name] for name in sorted(tensors)}
     lines = "\n".join(f"{t.name} {t.dtype} {t.shape} {t.nbytes}" for t in ordered.values())
     fingerprint = hashlib.blake2b(f"{config!r}\n{lines}".encode(), digest_size=16).hexdigest()
-    return cls(config, ordered, notes, fingerprint, sum(t.nbytes for t in ordered.values()))
+    return cls(folder, config, ordered, notes, fingerprint, sum(t.nbytes for t in ordered.values()))
 
   def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
     """Rows [start, stop) of axis 0 in a fresh, writable array of the storage type (RAW): 8-bit and packed formats as

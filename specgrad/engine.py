@@ -2,22 +2,33 @@
 
 Speaks token ids only. This is the one module that reads from the device, once a step. Positions, tokens and settings live
 in device buffers that the captured graphs close over, so that a step needs no argument and no recapture."""
-import secrets, time
+import functools
+import hashlib
+import math
+import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
 import numpy as np
-from specgrad import lowering_cache
-from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad import Tensor, TinyJit
 from tinygrad.device import Buffer
+
+from specgrad import lowering_cache
 from specgrad.checkpoint import Checkpoint
 from specgrad.models.deepseek_v4 import MAX_ROWS, Cache, Target
-from specgrad.weights import stream
+from specgrad.models.dspark import DSpark
+from specgrad.models.small import SmallDraft
+from specgrad.spec.ngram import NgramDraft
+from specgrad.spec.step import Drafter, Plan, State, run
+from specgrad.spec.verify import Label
+from specgrad.weights import DRAFT, TARGET, stream
 
 ROWS = (1, 8, 32, MAX_ROWS)                                # rows of the captured chunks; a shorter rest is padded
 BUCKETS = tuple(512 * 4 ** i for i in range(7))            # context lengths that a graph is captured for
 Progress = Callable[[str, int, int], None]                 # stage, done, total
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -27,38 +38,70 @@ class Sampling:
   top_k: int = 0
   min_p: float = 0.0
   seed: int | None = None                                  # none: a fresh one for every reply
+  repetition_penalty: float = 1.0                          # divides (or multiplies) the logit of what prompt or reply held
+  presence_penalty: float = 0.0                            # subtracted once for what the reply held,
+  frequency_penalty: float = 0.0                           # and once for each time
+  logit_bias: tuple[tuple[int, float], ...] = ()           # (id, added to its logit)
+
+  @property
+  def penalised(self) -> bool:
+    return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
   def __post_init__(self) -> None:
-    for name, ok, want in (("temperature", 0 <= self.temperature <= 100, "0 to 100"), ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-                           ("top_k", self.top_k >= 0 and self.top_k == int(self.top_k), "0 or a positive whole number"),
-                           ("min_p", 0 <= self.min_p <= 1, "0 to 1"), ("seed", self.seed is None or 0 <= self.seed < 2 ** 64, "0 to 2^64-1")):
+    finite = lambda x: -math.inf < x < math.inf
+    for name, ok, want in (
+        ("temperature", 0 <= self.temperature <= 100, "0 to 100"),
+        ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+        ("top_k", self.top_k >= 0 and self.top_k == int(self.top_k), "0 or a positive whole number"),
+        ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+        ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+        ("presence_penalty", finite(self.presence_penalty), "a number"),
+        ("frequency_penalty", finite(self.frequency_penalty), "a number"),
+        ("seed", self.seed is None or 0 <= self.seed < 2 ** 64, "0 to 2^64-1")):
       if not ok: raise ValueError(f"sampling: {name}={getattr(self, name)}, want {want}")
-
+    for token, value in self.logit_bias:
+      if not finite(value): raise ValueError(f"sampling: logit_bias of id {token} is {value}, want a number")
 
 @dataclass
 class Stats:
   """Of one reply. Seconds are wall time on the host; a first run's compilation is inside ttft."""
+  verifier: str = ""                                       # label of the rule that was in force
   prompt_tokens: int = 0
   reused_tokens: int = 0                                   # rows of the prompt that were still in the cache
   tokens: int = 0
   steps: int = 0
+  drafted: list[int] = field(default_factory=list)         # by place in the block: steps in which the place was drafted,
+  accepted: list[int] = field(default_factory=list)        # and in which its token stood, whatever was emitted of it
   ttft: float = 0.0                                        # request to first token
-  seconds: float = 0.0                                     # first token to last
+  seconds: float = 0.0                                     # first step's end to last step's end
+  first_step: int = 0                                      # tokens of the first step, which `seconds` does not cover
   finish_reason: str = ""                                  # "stop", "length" (max_tokens), "context", "interrupted"
+  warnings: list[str] = field(default_factory=list)
 
   @property
-  def tok_s(self) -> float: return (self.tokens - 1) / self.seconds if self.tokens > 1 and self.seconds > 0 else 0.0
+  def tok_s(self) -> float: return (self.tokens - self.first_step) / self.seconds if self.seconds > 0 else 0.0
+  @property
+  def steps_s(self) -> float: return (self.steps - 1) / self.seconds if self.seconds > 0 else 0.0
+  @property
+  def tpot(self) -> float: return 1 / self.tok_s if self.tok_s else 0.0                # seconds per token after the first step
+  @property
+  def tokens_per_step(self) -> float: return (sum(self.accepted) + self.steps) / self.steps if self.steps else 0.0
+  @property
+  def acceptance_rate(self) -> float: return sum(self.accepted) / sum(self.drafted) if any(self.drafted) else 0.0
 
   def line(self) -> str:
-    reused = f", {self.reused_tokens} of {self.prompt_tokens} prompt tokens reused" if self.reused_tokens else ""
-    return f"{self.tokens} tokens, {self.tok_s:.1f} tok/s, TTFT {self.ttft:.2f} s{reused}"
-
+    parts = [f"{self.tokens} tokens", f"{self.tok_s:.1f} tok/s", f"TTFT {self.ttft:.2f} s", f"TPOT {self.tpot * 1e3:.1f} ms"]
+    if self.drafted:
+      by_place = " ".join(f"{a / d:.0%}" for a, d in zip(self.accepted, self.drafted) if d)
+      parts += [f"{self.tokens_per_step:.2f} tokens/step", f"{self.steps_s:.1f} steps/s",
+                f"accepted {self.acceptance_rate:.0%} ({by_place})"]
+    if self.reused_tokens: parts.append(f"{self.reused_tokens} of {self.prompt_tokens} prompt tokens reused")
+    return ", ".join(parts)
 
 def put(tensor: Tensor, values: np.ndarray) -> None:
   """Overwrites a device buffer from the host. values: the tensor's dtype and size."""
   data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
   tensor._buffer().copy_from(Buffer("PYTHON", tensor.numel(), tensor.dtype, opaque=data))
-
 
 @dataclass
 class Engine:
@@ -67,6 +110,7 @@ class Engine:
   checkpoint: Checkpoint
   device: str = "CPU"
   max_context: int | None = None
+  draft_choice: str = "auto"                               # "auto", "none", "ngram", or the folder of a smaller checkpoint
   progress: Progress = lambda stage, done, total: None
   held: list[int] = field(default_factory=list)
   written: int = 0
@@ -78,20 +122,34 @@ class Engine:
     if self.max_context is None: self.max_context = min(limit, 131072)
     if not 2 <= self.max_context <= limit:
       raise ValueError(f"engine: max_context={self.max_context}, want 2 to {limit} (max_position_embeddings of this checkpoint)")
-    total, done = self.checkpoint.total_bytes, 0
+    choice = self.draft_choice
+    own = choice == "auto" and config.dspark is not None
+    small = None if choice in ("auto", "none", "ngram") else paired(self.checkpoint, choice)
+    wanted = [(self.checkpoint, TARGET)] + ([(self.checkpoint, DRAFT)] if own else []) + ([(small, TARGET)] if small else [])
+    total = sum(ck.tensors[n].nbytes for ck, prefix in wanted for n in ck.tensors if n.startswith(prefix))
+    done = 0
 
     def read(n: int) -> None:
       nonlocal done
       done += n
       self.progress("load", done, total)
-    self.target = Target(config, dict(stream(self.checkpoint, self.device, read)))
+    weights = [dict(stream(ck, self.device, read, prefix)) for ck, prefix in wanted]
+    self.target = Target(config, weights[0])
     self.cache = Cache(config, self.max_context, self.device)
-    ints = lambda n: Tensor(np.zeros(n, np.int32), device=self.device).clone().realize()
-    self.pos, self.anchor, self.last = ints(1), ints(1), ints(1)
-    self.rows = {n: ints(n) for n in ROWS}
-    self.seed = ints(2)
-    self.settings = Tensor(np.zeros(4, np.float32), device=self.device).clone().realize()
+    self.draft: Drafter | None = None
+    if own: self.draft = DSpark(self.target, weights[1])
+    if choice == "ngram": self.draft = NgramDraft(self.max_context + MAX_ROWS, self.device)
+    if small: self.draft = SmallDraft(Target(small.config, weights[1]), Cache(small.config, self.max_context, self.device))
+    V, make = config.vocab_size, lambda dtype, *shape: Tensor(np.zeros(shape, dtype), device=self.device).clone().realize()
+    self.rows = {n: make(np.int32, n) for n in ROWS}
+    self.state = State(make(np.int32, 1), make(np.int32, 1), make(np.int32, 2), make(np.float32, 4), make(np.float32, 3),
+                       make(np.float32, V), make(np.int32, 2, V))
     self.graphs: dict[tuple[Any, ...], TinyJit] = {}
+
+  @property
+  def depth(self) -> int:
+    """Tokens drafted a step unless the caller says otherwise."""
+    return min(5, self.draft.depth_limit) if self.draft else 0
 
   # ---------------------------------------------------------------------------------------------- captured graphs
   def graph(self, name: str, build: Callable[[], Any], *key: Any) -> Any:
@@ -111,17 +169,17 @@ class Engine:
   def bucket(self, end: int) -> int: return next((b for b in BUCKETS if end <= b), BUCKETS[-1])
 
   def chunk(self, rows: int, context: int) -> Tensor:
-    return self.graph("chunk", lambda: self.target.forward(self.rows[rows], self.pos, self.cache, context), rows, context)
-
-  def step(self, context: int, greedy: bool) -> Tensor:
-    """One token: target on the anchor, choice, commit of position and anchor. -> int32 (1,)."""
+    """Prefill of one padded chunk -> streams float32 (rows, S, D). The draft is given its rows of the same tokens."""
     def build() -> Tensor:
-      logits = self.target.head(self.target.forward(self.anchor, self.pos, self.cache, context))
-      ops = self.target.ops
-      token = (ops.argmax(logits) if greedy else ops.sample(logits, self.settings, self.seed, self.pos)).realize()
-      Tensor.realize(self.anchor.assign(token), self.pos.assign(self.pos + 1))
-      return token
-    return self.graph("step", build, context, greedy)
+      ids, pos, draft = self.rows[rows], self.state.pos, self.draft
+      h, taps = self.target.forward_taps(ids, pos, self.cache, context, draft.tap_layers if draft else ())
+      if draft: Tensor.realize(*draft.commit(ids, taps, pos, context))
+      return h
+    return self.graph("chunk", build, rows, context)
+
+  def step(self, plan: Plan) -> np.ndarray:
+    """One captured step, and the one read from the device. -> int32 (depth+2,): n_accepted, tokens."""
+    return self.graph("step", lambda: run(self.target, self.cache, self.draft, self.state, plan), plan).numpy()
 
   # ---------------------------------------------------------------------------------------------- prefill
   def reusable(self, ids: Sequence[int]) -> int:
@@ -140,7 +198,7 @@ class Engine:
     while at < len(ids):
       n = min(size, len(ids) - at)
       rows = next(r for r in ROWS if r >= n)
-      put(self.pos, np.array([at], np.int32))
+      put(self.state.pos, np.array([at], np.int32))
       put(self.rows[rows], np.array([*ids[at:at + n], *[0] * (rows - n)], np.int32))
       self.written = max(self.written, at + rows) if at else at + rows
       h = self.chunk(rows, self.bucket(at + rows))
@@ -166,39 +224,131 @@ class Engine:
     out = []
     for n, h in self.feed(ids, 0, chunk):
       rows = h.shape[0]
-      out.append(self.graph("head", lambda h=h: self.target.head(h).realize(), rows, h.uop.base).numpy()[:n])
+      out.append(self.graph("head", functools.partial(self.target.head, h), rows, h.uop.base).numpy()[:n])
     return np.concatenate(out)
 
   # ---------------------------------------------------------------------------------------------- decode
-  def generate(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, stats: Stats) -> Iterator[list[int]]:
-    """Yields the ids of each step until EOS, max_tokens or the end of the context; fills `stats` as it goes.
+  def plan(self, sampling: Sampling, depth: int | None, coupled: bool, fixed_width: int | None) -> tuple[Plan, Label]:
+    """The step that these settings call for (its context is filled in later) and its label. Raises ValueError."""
+    limit = self.draft.depth_limit if self.draft else 0
+    depth = self.depth if depth is None else depth
+    if not 0 <= depth <= limit:
+      raise ValueError(f"engine: depth={depth}, want 0 to {limit}" + (" (the draft's block size)" if self.draft else ": there is no draft"))
+    width = max(depth + 1, fixed_width or 1)
+    if width > 16: raise ValueError(f"engine: fixed_width={width}, want 1 to 16")
+    one_hot = isinstance(self.draft, NgramDraft)
+    rule = "greedy" if sampling.temperature <= 0 else "coupled" if coupled or one_hot or not depth else "rejection"
+    label = Label("exact" if rule != "coupled" or not coupled else "coupled", {"coupled": "equal"}.get(rule, rule),
+                  "none" if not depth else "realised" if rule == "rejection" else "one-hot", depth, "reference")
+    return Plan(rule, depth, width, 0, sampling.penalised), label
+
+  def arm(self, ids: Sequence[int], sampling: Sampling) -> None:
+    """Settings, history and noise of a new reply into the device buffers."""
+    s, V, seed = self.state, self.config.vocab_size, secrets.randbits(63) if sampling.seed is None else sampling.seed
+    put(s.settings, np.array([sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p], np.float32))
+    put(s.seed, np.array([seed & 0xffffffff, seed >> 32], np.uint32).view(np.int32))
+    if sampling.penalised:
+      put(s.penalties, np.array([sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty], np.float32))
+      bias = np.zeros(V, np.float32)
+      for token, value in sampling.logit_bias:
+        if not 0 <= token < V: raise ValueError(f"sampling: logit_bias of id {token}, want 0 to {V - 1}")
+        bias[token] = value
+      put(s.bias, bias)
+      put(s.counts, np.stack([np.bincount(ids, minlength=V), np.zeros(V)]).astype(np.int32))
+
+  def place(self, pos: int, anchor: int) -> None:
+    """Moves the sequence: the next step processes `anchor` at `pos`."""
+    put(self.state.pos, np.array([pos], np.int32))
+    put(self.state.anchor, np.array([anchor], np.int32))
+
+  def generate(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, stats: Stats, depth: int | None = None,
+               coupled: bool = False, fixed_width: int | None = None) -> Iterator[list[int]]:
+    """Yields the ids of each step until EOS, max_tokens or the end of the context; fills `stats` as it goes. A block may
+    hold ids past the end of the text: the caller drops what comes after a stop of its own.
 
     Closing the iterator early is fine: the next call finds out by itself which rows it can reuse.
     Raises ValueError for a prompt that does not fit, ArithmeticError where the logits are not finite."""
     began = time.perf_counter()
     ids = self.check(ids, 1)
     if max_tokens < 1: raise ValueError(f"engine: max_tokens={max_tokens}, want at least 1")
+    plan, label = self.plan(sampling, depth, coupled, fixed_width)
+    self.arm(ids, sampling)
     start = self.reusable(ids)
-    stats.prompt_tokens, stats.reused_tokens = len(ids), start
+    stats.verifier, stats.prompt_tokens, stats.reused_tokens = str(label), len(ids), start
+    stats.drafted, stats.accepted = [0] * plan.depth, [0] * plan.depth
     for _ in self.feed(ids[:-1], start): pass
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    put(self.settings, np.array([sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p], np.float32))
-    put(self.seed, np.array([seed & 0xffffffff, seed >> 32], np.uint32).view(np.int32))
-    put(self.anchor, np.array(ids[-1:], np.int32))
-    pos, anchor = len(ids) - 1, ids[-1]
-    put(self.pos, np.array([pos], np.int32))
+    pos, anchor, idle, limit = len(ids) - 1, ids[-1], 0, self.max_context or 0
+    self.place(pos, anchor)
     self.held = self.held[:pos]
     while not stats.finish_reason:
-      self.written = max(self.written, pos + 1) if pos else 1
-      token = int(self.step(self.bucket(pos + 1), sampling.temperature <= 0).numpy()[0])
-      if token < 0: raise ArithmeticError(f"engine: the logits at position {pos} are not finite")
-      self.held.append(anchor)
-      pos, anchor = pos + 1, token
-      stats.tokens, stats.steps = stats.tokens + 1, stats.steps + 1
+      self.written = max(self.written, pos + plan.width) if pos else plan.width
+      n, *block = self.step(replace(plan, context=self.bucket(pos + plan.width))).tolist()
+      block = block[:n + 1]
+      if not 0 <= n <= plan.depth or not all(0 <= t < self.config.vocab_size for t in block):
+        if not plan.depth: raise ArithmeticError(f"engine: the logits at position {pos} are not finite")
+        plan, idle = replace(plan, depth=0), 0             # the same step again, without a draft
+        stats.warnings.append(f"drafting stopped: step {stats.steps} at position {pos} gave no usable token")
+        self.place(pos, anchor)
+        continue
+      self.held += [anchor, *block[:-1]]
+      pos, anchor = pos + len(block), block[-1]
+      stats.steps += 1
+      for i in range(plan.depth): stats.drafted[i], stats.accepted[i] = stats.drafted[i] + 1, stats.accepted[i] + (i < n)
+      idle = idle + 1 if plan.depth and not n else 0
+      if idle == 64:
+        plan, idle = replace(plan, depth=0), 0
+        stats.warnings.append("drafting stopped: no drafted token was accepted in 64 steps")
+      room = max_tokens - stats.tokens
+      eos = block.index(self.config.eos_token_id) + 1 if self.config.eos_token_id in block else len(block) + 1
+      left = limit - (pos - len(block)) if limit else room # tokens until the last slot is used
+      end = min(eos, room, left)
+      if end <= len(block): stats.finish_reason = "stop" if end == eos else "length" if end == room else "context"
+      block = block[:end]
+      stats.tokens += len(block)
       now = time.perf_counter()
-      if stats.tokens == 1: stats.ttft, first = now - began, now
+      if stats.steps == 1: stats.ttft, first, stats.first_step = now - began, now, len(block)
       stats.seconds = now - first
-      if token == self.config.eos_token_id: stats.finish_reason = "stop"
-      elif stats.tokens >= max_tokens: stats.finish_reason = "length"
-      elif pos >= (self.max_context or 0): stats.finish_reason = "context"
-      yield [token]
+      yield block
+
+  def draft_block(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """The greedy block with anchor ids[-1] after ids[:-1] -> tokens int32 (K,), logits (K, V), confidence (K,), or none
+    for what this draft does not have. Raises ValueError without a draft."""
+    if (draft := self.draft) is None: raise ValueError("engine: there is no draft, want a checkpoint with DSpark stages or draft=...")
+    ids = self.check(ids, 1)
+    for _ in self.feed(ids[:-1], self.reusable(ids)): pass
+    self.place(len(ids) - 1, ids[-1])
+    self.held, self.written = self.held[:len(ids) - 1], max(self.written, len(ids) + self.depth)
+    context = self.bucket(len(ids) + self.depth)
+
+    def build() -> tuple[Tensor, ...]:
+      greedy = lambda logits, row: (self.target.ops.argmax(logits), None)
+      block = draft.propose(self.state.anchor, self.state.pos, self.depth, greedy, context)
+      out = tuple(t.contiguous() for t in (block.tokens, block.logits, block.confidence) if t is not None)
+      Tensor.realize(*out)
+      return out
+    out = [t.numpy() for t in self.graph("draft", build, context)]
+    return out[0], out[1] if len(out) > 1 else None, out[2] if len(out) > 2 else None
+
+  def self_test(self, tokens: int = 32) -> None:
+    """Greedy ids with the draft equal those without it at the same number of rows. Raises ArithmeticError if not."""
+    if not self.depth: return
+    prompt, room = [self.config.bos_token_id], min(tokens, (self.max_context or 0) - 2)
+    with_draft = [t for b in self.generate(prompt, room, Sampling(), Stats()) for t in b]
+    self.held, self.written = [], 0
+    plain = [t for b in self.generate(prompt, room, Sampling(), Stats(), depth=0, fixed_width=self.depth + 1) for t in b]
+    if with_draft != plain:
+      at = next(i for i, (a, b) in enumerate(zip([*with_draft, -1], [*plain, -1])) if a != b)
+      raise ArithmeticError(f"self-test: token {at} is {with_draft[at:at + 1]} with the draft, {plain[at:at + 1]} without. "
+                            "Run with --draft none")
+
+def paired(checkpoint: Checkpoint, path: str) -> Checkpoint:
+  """The checkpoint in folder `path`, if it can draft for the first one. Raises ValueError that names what differs."""
+  small = Checkpoint.open(path)
+  for name in ("vocab_size", "bos_token_id", "eos_token_id"):
+    mine, theirs = getattr(checkpoint.config, name), getattr(small.config, name)
+    if mine != theirs: raise ValueError(f"{Path(path).name}: {name}={theirs}, want {mine}. The draft must share the target's vocabulary")
+  hashes = [hashlib.sha256(f.read_bytes()).hexdigest()[:12] if (f := Path(p) / "tokenizer.json").exists() else None
+            for p in (checkpoint.folder, path)]
+  if hashes[0] != hashes[1]:
+    raise ValueError(f"{Path(path).name}: tokenizer.json={hashes[1]}, want {hashes[0]}. The draft must share the target's vocabulary")
+  return small

@@ -1,12 +1,16 @@
 """From a checked checkpoint to tensors on a device: dequantised, stacked as the model wants them, one buffer at a time."""
 from collections.abc import Callable, Iterator
+
 import numpy as np
 from tinygrad import Tensor
+
 from specgrad.checkpoint import Checkpoint, load_f32
 from specgrad.models.deepseek_v4 import FUSED
 
+TARGET = ("embed.", "head.", "norm.", "hc_head_", "layers.")
+DRAFT = ("mtp.",)
 
-def groups(checkpoint: Checkpoint, prefix: tuple[str, ...] = ("embed.", "head.", "norm.", "hc_head_", "layers.")) -> dict[str, list[str]]:
+def groups(checkpoint: Checkpoint, prefix: tuple[str, ...]) -> dict[str, list[str]]:
   """Name of each tensor that the model holds -> the official names whose rows are stacked in it, in order.
 
   The routed experts of a layer become layers.i.ffn.experts.w13.weight (E, 2I, D) and .w2.weight (E, D, I)."""
@@ -21,17 +25,17 @@ def groups(checkpoint: Checkpoint, prefix: tuple[str, ...] = ("embed.", "head.",
     found.setdefault(".".join(path), []).append(((expert, order), name))
   return {held: [n for _, n in sorted(parts)] for held, parts in found.items()}
 
-
 def stacked(path: list[str]) -> bool:
   """Only a compressor's wkv and an expert's w1, w3 are stacked; an attention's wkv stands alone."""
   return path[-3:-2] in (["compressor"], ["experts"], ["shared_experts"])
 
-
-def stream(checkpoint: Checkpoint, device: str, done: Callable[[int], None] = lambda n: None) -> Iterator[tuple[str, Tensor]]:
-  """(name, float32 tensor on `device`) for every tensor of the target. `done` is told the bytes read since the last call.
+def stream(checkpoint: Checkpoint, device: str, done: Callable[[int], None] = lambda n: None,
+           prefix: tuple[str, ...] = TARGET) -> Iterator[tuple[str, Tensor]]:
+  """(name, float32 tensor on `device`) for every tensor whose official name begins with one of `prefix`. `done` is told
+  the bytes read since its last call.
 
   The host holds one tensor at a time: an expert stack, at worst."""
-  for held, names in groups(checkpoint).items():
+  for held, names in groups(checkpoint, prefix).items():
     if held.endswith("tid2eid"):
       table = checkpoint.read(held).astype(np.int32)
       done(checkpoint.tensors[held].nbytes)

@@ -4,10 +4,13 @@
 any number of rows at a position that kernels read on the device. Rows beyond the ones a caller wants (padding, rejected
 drafts) write only to slots that are written again before any later query can see them, so they are undone by moving the
 position back."""
+import functools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
+
 from tinygrad import Tensor, dtypes
+
 from specgrad.config import Config
 from specgrad.models.rope import frequencies
 from specgrad.quant import operations
@@ -17,14 +20,11 @@ MAX_ROWS = 128                                             # rows of the longest
 FUSED = {"wkv_wgate": ("wkv", "wgate"), "w13": ("w1", "w3")}
 Observe = Callable[[str, Tensor], None]
 
-
 def round_up(n: int, m: int) -> int: return -(-n // m) * m
-
 
 def buffer(device: str, *shape: int) -> Tensor:
   """Uninitialised on purpose: what no position has written is never looked at."""
   return Tensor.empty(*shape, dtype=dtypes.float32, device=device).realize()
-
 
 class CompressorState:
   """Rolling projections (ring, 2 x width) and finished entries (capacity, head width) of one compressor.
@@ -36,14 +36,12 @@ class CompressorState:
     self.ring = buffer(device, round_up(blocks * ratio + MAX_ROWS, ratio), 2 * blocks * dim)
     self.entries = buffer(device, (max_context + MAX_ROWS) // ratio + 2, dim)
 
-
 class LayerCache:
   """Window ring (position p in slot p mod its length) and, for compressed layers, the compressor's and indexer's state."""
   def __init__(self, config: Config, ratio: int, max_context: int, device: str):
     self.window = buffer(device, round_up(config.sliding_window + MAX_ROWS, 32), config.head_dim)
     self.compressor = CompressorState(ratio, config.head_dim, max_context, device) if ratio else None
     self.indexer = CompressorState(ratio, config.index_head_dim, max_context, device) if ratio == 4 else None
-
 
 class Cache:
   """All state of one sequence but its position. The buffers live as long as the model and are never cleared: what a query
@@ -55,7 +53,6 @@ class Cache:
     """Every buffer, layer by layer: the window ring, then ring and entries of the compressor and of the indexer."""
     states = [(c, c.compressor, c.indexer) for c in self.layers]
     return [b for c, *s in states for b in (c.window, *(x for y in s if y for x in (y.ring, y.entries)))]
-
 
 def tree(weights: Mapping[str, Tensor]) -> Any:
   """{"layers.0.attn.wq_a.weight": t, ...} -> the same tensors as attributes: tree.layers[0].attn.wq_a.weight."""
@@ -72,7 +69,6 @@ def tree(weights: Mapping[str, Tensor]) -> Any:
     return SimpleNamespace(**{k: build(v) for k, v in node.items()})
   return build(root)
 
-
 class Target:
   """The model without its state. `weights` maps official names to float32 tensors (tid2eid: int32); what is always used
   together is stacked: see FUSED."""
@@ -87,16 +83,24 @@ class Target:
   def forward(self, ids: Tensor, pos: Tensor, cache: Cache, context: int, observe: Observe | None = None) -> Tensor:
     """int32 (T,), int32 (1,) -> streams float32 (T, S, D) after the last layer. Writes rows pos..pos+T-1 of `cache`.
 
-    T is at most MAX_ROWS. No entry beyond `context` positions is looked at: pos+T must not exceed it for rows that count.
+    T is at most MAX_ROWS. No entry beyond `context` positions is looked at: pos+T must not exceed it for rows that count."""
+    return self.forward_taps(ids, pos, cache, context, (), observe)[0]
+
+  def forward_taps(self, ids: Tensor, pos: Tensor, cache: Cache, context: int, tap_layers: tuple[int, ...],
+                   observe: Observe | None = None) -> tuple[Tensor, Tensor | None]:
+    """As forward, with the means over the streams after each of tap_layers, side by side (T, n*D), or none.
+
     Realizes layer by layer: scheduling one graph of all layers takes time that grows faster than the graph."""
-    where = Where(self, ids, pos, context)
+    where, means = Where(self, ids, pos, context), []
     h = self.ops.embed(self.w.embed.weight, ids, self.config.hc_mult)
     for i, (layer, state) in enumerate(zip(self.w.layers, cache.layers)):
       see = (lambda name, t, i=i: observe(f"layer{i}.{name}", t.contiguous().realize())) if observe else None
-      h, written = block(self, layer, h, where, self.config.compress_ratios[i], state, see)
+      attend = functools.partial(attention, self, layer.attn, where=where, ratio=self.config.compress_ratios[i], state=state, observe=see)
+      h, written = block(self, layer, h, ids, attend, see)
       Tensor.realize(h, *written)
       if see: see("out", h)
-    return h
+      if i in tap_layers: means.append(h.mean(1))
+    return h, Tensor.cat(*means, dim=1).contiguous().realize() if means else None
 
   def head(self, h: Tensor, observe: Observe | None = None) -> Tensor:
     """Streams (T, S, D) -> logits float32 (T, V)."""
@@ -104,7 +108,6 @@ class Target:
     y, x = self.ops.hc_head(h, w.hc_head_fn, w.hc_head_scale, w.hc_head_base, w.norm.weight, c.hc_eps, c.rms_norm_eps)
     if observe: observe("hc_head", y.realize()), observe("final_norm", x.realize())
     return self.ops.linear(x, w.head.weight)
-
 
 class Where:
   """What every layer of one forward needs to know of its rows: tokens, position, and the rotary tables for it."""
@@ -114,20 +117,20 @@ class Where:
     self.rope = {compressed: table(f, pos, T) for compressed, f in model.freqs.items()}
     self.block_rope = {r: table(model.freqs[True], pos, -(-T // r), r) for r in set(model.config.compress_ratios) if r}
 
-
-def block(model: Any, w: Any, h: Tensor, where: Where, ratio: int, state: LayerCache,
-          observe: Observe | None) -> tuple[Tensor, list[Tensor]]:
-  """One layer: streams (T, S, D) -> streams, and the cache buffers it wrote (to be realized with them)."""
+def block(model: Any, w: Any, h: Tensor, ids: Tensor, attend: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
+          observe: Observe | None = None) -> tuple[Tensor, list[Tensor]]:
+  """One layer around its attention: streams (T, S, D) -> streams, and the buffers that the attention wrote (to be realized
+  with them)."""
   c, ops = model.config, model.ops
-  x, post, comb = ops.hc_pre(h, w.hc_attn_fn, w.hc_attn_scale, w.hc_attn_base, w.attn_norm.weight, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
-  z, written = attention(model, w.attn, x, where, ratio, state, observe)
+  settings = c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps
+  x, post, comb = ops.hc_pre(h, w.hc_attn_fn, w.hc_attn_scale, w.hc_attn_base, w.attn_norm.weight, *settings)
+  z, written = attend(x)
   if observe: observe("attn_in", x), observe("attn_out", z)
   h = ops.hc_post(z, h, post, comb)
-  x, post, comb = ops.hc_pre(h, w.hc_ffn_fn, w.hc_ffn_scale, w.hc_ffn_base, w.ffn_norm.weight, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
-  z = moe(model, w.ffn, x, where.ids, observe)
+  x, post, comb = ops.hc_pre(h, w.hc_ffn_fn, w.hc_ffn_scale, w.hc_ffn_base, w.ffn_norm.weight, *settings)
+  z = moe(model, w.ffn, x, ids, observe)
   if observe: observe("ffn_in", x), observe("ffn_out", z)
   return ops.hc_post(z, h, post, comb), written
-
 
 def attention(model: Any, w: Any, x: Tensor, where: Where, ratio: int, state: LayerCache,
               observe: Observe | None) -> tuple[Tensor, list[Tensor]]:
@@ -152,12 +155,10 @@ def attention(model: Any, w: Any, x: Tensor, where: Where, ratio: int, state: La
   u = ops.linear(o.reshape(o.shape[0], -1), w.wo_a.weight, c.o_groups)
   return ops.linear(u, w.wo_b.weight), written
 
-
 def compressor(model: Any, w: Any, x: Tensor, rope: Tensor, state: CompressorState, pos: Tensor) -> tuple[Tensor, Tensor]:
   """(T, D) -> ring and entries after these rows."""
   proj = model.ops.linear(x, w.wkv_wgate.weight)
   return model.ops.compress(state.ring, state.entries, proj, w.ape, w.norm.weight, rope, pos, model.config.rms_norm_eps)
-
 
 def moe(model: Any, w: Any, x: Tensor, ids: Tensor, observe: Observe | None) -> Tensor:
   """(T, D), int32 (T,) -> (T, D): the chosen experts and the shared one."""

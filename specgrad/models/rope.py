@@ -1,7 +1,6 @@
 """Rotary frequencies, plain and with YaRN. Plain Python: they are made once, at load."""
 import math
 
-
 def frequencies(dim: int, theta: float, yarn: tuple[float, int, float, float] | None = None) -> list[float]:
   """dim/2 angular frequencies theta^(-2i/dim). yarn = (factor, original length, beta_fast, beta_slow) blends them with
   the same divided by `factor` between two correction dims; no attention factor comes with it. Source: official model.py."""

@@ -197,6 +197,16 @@ void NAME(float* restrict ring, const float* restrict kv, const float* restrict 
 }
 #endif
 
+#ifdef KERNEL_kv_rows  // out (T,D); kv (T,D), norm (D,), rope (T,R/2,2)
+void NAME(float* restrict out, const float* restrict kv, const float* restrict norm, const float* restrict rope) {
+  for (int t = 0; t < T; t++) {
+    float *o = out + (i64)t * D, r = rms(kv + (i64)t * D, D, EPS);
+    for (int d = 0; d < D; d++) o[d] = kv[(i64)t * D + d] * r * norm[d];
+    rotate(o + D - R, rope + (i64)t * R, R, 1);
+  }
+}
+#endif
+
 #ifdef KERNEL_compress        // ring (RING,2W), entries (C,D) in place; proj (T,2W), ape (RATIO,W), norm (D,), rope (n,R/2,2), pos (1,)
 void NAME(float* restrict ring, float* restrict entries, const float* restrict proj, const float* restrict ape, const float* restrict norm,
           const float* restrict rope, const int* restrict pos) {
@@ -249,7 +259,23 @@ void NAME(u8* restrict out, const float* restrict q, const float* restrict keys,
 }
 #endif
 
-#ifdef KERNEL_attend          // out (T,H,D); q (T,H,D), ring (RING,D), entries (C,D), chosen (T,N), sink (H,), rope (T,R/2,2), pos (1,)
+#if defined(KERNEL_attend) || defined(KERNEL_attend_block)
+// o (D,) = softmax over n rows and the sink, of rows that are keys and values; s holds the n weights on the way
+static inline void mix_rows(float* restrict o, const float* restrict q, const float* const* row, float* restrict s, int n, float sink) {
+  float top = -INF, sum = 0; int c = 0;
+  for (int i = 0; i < n; i++) { s[i] = dot(q, row[i], D) * SCALE; top = s[i] > top ? s[i] : top; }
+  for (int i = 0; i < n; i++) { s[i] = expf_(s[i] - top); sum += s[i]; }
+  sum += expf_(sink - top);
+  for (; c + 32 <= D; c += 32) {
+    v8 a0 = {0}, a1 = {0}, a2 = {0}, a3 = {0};
+    for (int i = 0; i < n; i++) { const float* r = row[i] + c; a0 += s[i] * ld(r); a1 += s[i] * ld(r + 8); a2 += s[i] * ld(r + 16); a3 += s[i] * ld(r + 24); }
+    *(v8*)(o + c) = a0 / sum; *(v8*)(o + c + 8) = a1 / sum; *(v8*)(o + c + 16) = a2 / sum; *(v8*)(o + c + 24) = a3 / sum;
+  }
+  for (; c < D; c++) { float b = 0; for (int i = 0; i < n; i++) b += s[i] * row[i][c]; o[c] = b / sum; }
+}
+#endif
+
+#ifdef KERNEL_attend   // out (T,H,D); q (T,H,D), ring (RING,D), entries (C,D), chosen (T,N), sink (H,), rope (T,R/2,2), pos (1,)
 void NAME(float* restrict out, const float* restrict q, const float* restrict ring, const float* restrict entries,
           const u8* restrict chosen, const float* restrict sink, const float* restrict rope, const int* restrict pos) {
   for (int t = 0; t < T; t++) {
@@ -257,19 +283,24 @@ void NAME(float* restrict out, const float* restrict q, const float* restrict ri
     for (int i = p - WINDOW + 1 < 0 ? 0 : p - WINDOW + 1; i <= p; i++) row[n++] = ring + (i64)(i % RING) * D;
     for (int j = 0; j < N && j < (p + 1) / RATIO; j++) if (!CHOSEN || chosen[(i64)t * N + j]) row[n++] = entries + (i64)j * D;
     for (int h = 0; h < H; h++) {
-      const float* a = q + ((i64)t * H + h) * D; float *o = out + ((i64)t * H + h) * D, top = -INF, sum = 0;
-      for (int i = 0; i < n; i++) { s[i] = dot(a, row[i], D) * SCALE; top = s[i] > top ? s[i] : top; }
-      for (int i = 0; i < n; i++) { s[i] = expf_(s[i] - top); sum += s[i]; }
-      sum += expf_(sink[h] - top);
-      int c = 0;
-      for (; c + 32 <= D; c += 32) {
-        v8 a0 = {0}, a1 = {0}, a2 = {0}, a3 = {0};
-        for (int i = 0; i < n; i++) { const float* r = row[i] + c; a0 += s[i] * ld(r); a1 += s[i] * ld(r + 8); a2 += s[i] * ld(r + 16); a3 += s[i] * ld(r + 24); }
-        *(v8*)(o + c) = a0 / sum; *(v8*)(o + c + 8) = a1 / sum; *(v8*)(o + c + 16) = a2 / sum; *(v8*)(o + c + 24) = a3 / sum;
-      }
-      for (; c < D; c++) { float b = 0; for (int i = 0; i < n; i++) b += s[i] * row[i][c]; o[c] = b / sum; }
+      float* o = out + ((i64)t * H + h) * D;
+      mix_rows(o, q + ((i64)t * H + h) * D, row, s, n, sink[h]);
       rotate(o + D - R, rope + (i64)t * R, R, -1);
     }
+  }
+}
+#endif
+
+#ifdef KERNEL_attend_block // out (T,H,D); q (T,H,D), ring (RING,D), block (T,D), sink (H,), rope (T,R/2,2), pos (1,)
+void NAME(float* restrict out, const float* restrict q, const float* restrict ring, const float* restrict block,
+          const float* restrict sink, const float* restrict rope, const int* restrict pos) {
+  const float* row[WINDOW + T]; float s[WINDOW + T]; int n = 0;
+  for (int i = pos[0] - WINDOW < 0 ? 0 : pos[0] - WINDOW; i < pos[0]; i++) row[n++] = ring + (i64)(i % RING) * D;
+  for (int t = 0; t < T; t++) row[n++] = block + (i64)t * D;
+  for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) {
+    float* o = out + ((i64)t * H + h) * D;
+    mix_rows(o, q + ((i64)t * H + h) * D, row, s, n, sink[h]);
+    rotate(o + D - R, rope + (i64)t * R, R, -1);
   }
 }
 #endif
@@ -322,8 +353,15 @@ void NAME(float* restrict out, const float* restrict x, const float* restrict w1
 }
 #endif
 
-#if defined(KERNEL_argmax) || defined(KERNEL_sample)
-// the finite maximum's lowest index, or -1 where a logit is NaN or nothing is finite
+#ifdef KERNEL_markov    // out (1,V); base (K,V), w1 (V,R), w2 (V,R), token (1,): row ROW of base plus w2 . w1[token]
+void NAME(float* restrict out, const float* restrict base, const float* restrict w1, const float* restrict w2, const int* restrict token) {
+  const float* e = w1 + (i64)(token[0] < 0 ? 0 : token[0]) * R;
+  for (int i = 0; i < V; i++) out[i] = base[(i64)ROW * V + i] + dot(w2 + (i64)i * R, e, R);
+}
+#endif
+
+#if defined(KERNEL_argmax) || defined(KERNEL_probs)
+// the maximum's lowest index, or -1 where a logit is NaN or infinite, or none is finite
 static inline int best(const float* x) {
   int b = -1;
   for (int i = 0; i < V; i++) { if (x[i] != x[i] || x[i] == INF) return -1; if (x[i] > -INF && (b < 0 || x[i] > x[b])) b = i; }
@@ -335,8 +373,36 @@ static inline int best(const float* x) {
 void NAME(int* restrict ids, const float* restrict logits) { for (int t = 0; t < T; t++) ids[t] = best(logits + (i64)t * V); }
 #endif
 
-#ifdef KERNEL_sample   // ids (T,) int; logits (T,V), settings (4,) = temperature, top_p, top_k, min_p; seed (2,) int, pos (1,)
+#ifdef KERNEL_probs    // out (T,V); logits (T,V), settings (4,) = temperature, top_p, top_k, min_p
 static inline u32 key(float f) { union { float f; u32 u; } a = { f + 0.0f }; return a.u & 0x80000000u ? ~a.u : a.u | 0x80000000u; }
+// the largest key whose strictly better ones weigh less than `want`: radix selection, a byte of the key at a time
+static u32 threshold(const float* x, const float* weight, double want) {
+  u32 prefix = 0;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    double sum[256]; for (int b = 0; b < 256; b++) sum[b] = 0;
+    u32 mask = shift == 24 ? 0 : ~0u << (shift + 8); int b = 255;
+    for (int i = 0; i < V; i++) { u32 k = key(x[i]); if ((k & mask) == prefix) sum[k >> shift & 255] += weight ? weight[i] : 1; }
+    while (b > 0 && sum[b] < want) want -= sum[b--];
+    prefix |= (u32)b << shift;
+  }
+  return prefix;
+}
+void NAME(float* restrict out, const float* restrict logits, const float* restrict settings) {
+  for (int t = 0; t < T; t++) {
+    const float* x = logits + (i64)t * V; float* w = out + (i64)t * V; int top = best(x), k = (int)settings[2]; u32 least = 0;
+    if (top < 0) { for (int i = 0; i < V; i++) w[i] = __builtin_nanf(""); continue; }
+    if (k > 0 && k < V) least = threshold(x, 0, k);
+    double total = 0;
+    for (int i = 0; i < V; i++) { w[i] = key(x[i]) >= least ? expf_((x[i] - x[top]) / settings[0]) : 0; total += w[i]; }
+    if (settings[1] < 1) least = threshold(x, w, settings[1] * total);
+    total = 0;
+    for (int i = 0; i < V; i++) { w[i] = key(x[i]) >= least && w[i] >= settings[3] ? w[i] : 0; total += w[i]; }
+    for (int i = 0; i < V; i++) w[i] = (float)(w[i] / total);
+  }
+}
+#endif
+
+#ifdef KERNEL_pick     // ids (T,) int; weights (T,V), seed (2,) int, pos (1,)
 static inline u32 mix(u32 h) { h ^= h >> 16; h *= 0x7feb352du; h ^= h >> 15; h *= 0x846ca68bu; return h ^ h >> 16; }
 static inline float logf_(float x) {                       // of positive normal numbers
   union { float f; u32 u; } a = { x }; int e = (int)(a.u >> 23) - 126; a.u = (a.u & 0x7fffffu) | 0x3f000000u;
@@ -346,33 +412,17 @@ static inline float logf_(float x) {                       // of positive normal
   p = p * m - 1.6668057665e-1f; p = p * m + 2.0000714765e-1f; p = p * m - 2.4999993993e-1f; p = p * m + 3.3333331174e-1f;
   return m + (m * z * p - 0.5f * z + e * -2.12194440e-4f) + e * 0.693359375f;
 }
-// the largest key whose strictly better ones weigh less than `want`: radix selection, a byte of the key at a time
-static u32 threshold(const float* x, const float* weight, double want) {
-  u32 prefix = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    double sum[256]; for (int b = 0; b < 256; b++) sum[b] = 0;
-    u32 mask = shift == 24 ? 0 : ~0u << (shift + 8); int b = 255;
-    for (int i = 0; i < V; i++) { u32 k = key(x[i]); if ((k & mask) == prefix) sum[k >> shift & 255] += weight[i]; }
-    while (b > 0 && sum[b] < want) want -= sum[b--];
-    prefix |= (u32)b << shift;
-  }
-  return prefix;
-}
-void NAME(int* restrict ids, const float* restrict logits, const float* restrict settings, const int* restrict seed, const int* restrict pos) {
-  float w[V];
+void NAME(int* restrict ids, const float* restrict weights, const int* restrict seed, const int* restrict pos) {
   for (int t = 0; t < T; t++) {
-    const float* x = logits + (i64)t * V; int top = best(x), k = (int)settings[2]; u32 least = 0;
-    ids[t] = top; if (top < 0 || settings[0] <= 0) continue;
-    if (k > 0 && k < V) { for (int i = 0; i < V; i++) w[i] = 1; least = threshold(x, w, k); }
-    double total = 0;
-    for (int i = 0; i < V; i++) { w[i] = key(x[i]) >= least ? expf_((x[i] - x[top]) / settings[0]) : 0; total += w[i]; }
-    if (settings[1] < 1) { u32 p = threshold(x, w, settings[1] * total); least = p > least ? p : least; }
-    u32 h = mix(mix(mix((u32)seed[0]) ^ (u32)seed[1]) + (u32)(pos[0] + 1 + t)); float most = -INF;
+    const float* w = weights + (i64)t * V; float most = -INF; int id = -1;
+    u32 h = mix(mix(mix(mix((u32)seed[0]) ^ (u32)seed[1]) + (u32)(pos[0] + 1 + OFFSET + t)) + USE);
     for (int i = 0; i < V; i++) {
-      if (key(x[i]) < least || w[i] < settings[3] || x[i] == -INF) continue;
-      float u = (mix(h + (u32)i * 0x9e3779b9u) >> 8) * 0x1p-24f + 0x1p-25f, g = (x[i] - x[top]) / settings[0] - logf_(-logf_(u));
-      if (g > most) { most = g; ids[t] = i; }
+      if (w[i] != w[i]) { id = -1; break; }
+      if (!(w[i] > 1e-37f)) continue;
+      float u = (mix(h + (u32)i * 0x9e3779b9u) >> 8) * 0x1p-24f + 0x1p-25f, g = logf_(w[i]) - logf_(-logf_(u));
+      if (g > most) { most = g; id = i; }
     }
+    ids[t] = id;
   }
 }
 #endif

@@ -2,14 +2,17 @@
 
 A kernel is a tinygrad PROGRAM made of source text and explicit lists of the buffers it writes and reads; the device's own
 compiler builds it and its disk cache keeps it. Sizes are macros, so each shape is a program of its own."""
-import functools, importlib.resources
+import functools
+import importlib.resources
+
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.dtype import DType
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
+from specgrad.quant.twin import uniforms as uniforms  # small enough for tinygrad's own code
 
 @functools.cache
 def source() -> str: return importlib.resources.files("specgrad.quant").joinpath("cpu.c").read_text()
-
 
 def _program(*bufs: UOp, name: str, writes: int, keeps: int, sizes: tuple[tuple[str, int | float], ...]) -> UOp:
   bufs = tuple(b.base for b in bufs)
@@ -21,33 +24,31 @@ def _program(*bufs: UOp, name: str, writes: int, keeps: int, sizes: tuple[tuple[
                      outs=tuple(range(writes)), ins=ins)
   return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*bufs, sink)), UOp(Ops.SOURCE, arg=text + source())), arg=info)
 
-
 def run(name: str, outs: list[Tensor], ins: list[Tensor], inplace: bool = False, **sizes: int | float) -> list[Tensor]:
   """The tensors of `outs` after kernel `name` wrote them. `inplace`: they are read as well (cache buffers)."""
   fxn = functools.partial(_program, name=name, writes=len(outs), keeps=0 if inplace else len(outs), sizes=tuple(sizes.items()))
   return Tensor.custom_kernel(*outs, *[as_buffer(t) for t in ins], fxn=fxn)[:len(outs)]
 
-
-def as_buffer(t: Tensor) -> Tensor:
-  """t itself if it is a whole buffer, whatever its shape, else a copy: .contiguous() would copy every kernel's result."""
-  return t if t.uop.base.op in (Ops.BUFFER, Ops.AFTER) and t.uop.base.max_numel() == t.uop.max_numel() and t.uop.op in _WHOLE else t.contiguous()
-
-
 _WHOLE = (Ops.BUFFER, Ops.AFTER, Ops.RESHAPE)
 
+def as_buffer(t: Tensor) -> Tensor:
+  """t itself if it is a whole buffer in whatever shape, else a copy of its own. Two traps of tinygrad 0.14 lie here:
+  contiguous() copies what a kernel has just written, and makes a mere view of a slice, whose buffer the memory planner of
+  a captured graph then believes to be free."""
+  base = t.uop.base
+  whole = t.uop.op in _WHOLE and base.op in (Ops.BUFFER, Ops.AFTER) and base.max_numel() == t.uop.max_numel()
+  return t if whole else t.clone()
 
-def new(like: Tensor, *shape: int, dtype=dtypes.float32) -> Tensor: return Tensor.invalids(*shape, dtype=dtype, device=like.device)
-
+def new(like: Tensor, *shape: int, dtype: DType = dtypes.float32) -> Tensor:
+  return Tensor.invalids(*shape, dtype=dtype, device=like.device)
 
 def embed(table: Tensor, ids: Tensor, streams: int) -> Tensor:
   T, D = ids.shape[0], table.shape[1]
   return run("embed", [new(table, T, streams, D)], [table, ids], T=T, S=streams, D=D)[0]
 
-
 def rope_table(freqs: Tensor, pos: Tensor, n: int, stride: int = 1) -> Tensor:
   r = freqs.shape[0] * 2
   return run("rope_table", [new(freqs, n, r // 2, 2)], [freqs, pos], N=n, R=r, STRIDE=stride)[0]
-
 
 def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, iters: int, hc_eps: float,
            eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,37 +57,30 @@ def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, ite
                       T=T, S=S, D=D, ITERS=iters, HC_EPS=float(hc_eps), EPS=float(eps))
   return x, post, comb
 
-
 def hc_post(z: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
   T, S, D = h.shape
   return run("hc_post", [new(h, T, S, D)], [z, h, post, comb], T=T, S=S, D=D)[0]
-
 
 def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc_eps: float, eps: float) -> tuple[Tensor, Tensor]:
   T, S, D = h.shape
   y, x = run("hc_head", [new(h, T, D), new(h, T, D)], [h, fn, scale, base, norm], T=T, S=S, D=D, HC_EPS=float(hc_eps), EPS=float(eps))
   return y, x
 
-
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
   T, D = x.shape
   return run("rms_norm", [new(x, T, D)], [x, norm], T=T, D=D, EPS=float(eps))[0]
-
 
 def linear(x: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
   T, N, K = x.shape[0], weight.shape[0] // groups, weight.shape[1]
   return run("linear", [new(x, T, groups * N)], [x, weight], T=T, G=groups, N=N, K=K)[0]
 
-
 def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None) -> Tensor:
   T, D, r = q.shape[0], q.shape[1] // heads, rope.shape[1] * 2
   return run("head_rope", [new(q, T, heads, D)], [q, rope], T=T, H=heads, D=D, R=r, NORM=int(eps is not None), EPS=float(eps or 0))[0]
 
-
 def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float) -> Tensor:
   T, D = kv.shape
   return run("kv_write", [ring], [kv, norm, rope, pos], True, T=T, D=D, R=rope.shape[1] * 2, RING=ring.shape[0], EPS=float(eps))[0]
-
 
 def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, pos: Tensor,
              eps: float) -> tuple[Tensor, Tensor]:
@@ -95,12 +89,10 @@ def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Ten
                       RING=ring.shape[0], RATIO=ape.shape[0], OVERLAP=int(ape.shape[1] == 2 * D), EPS=float(eps))
   return ring, entries
 
-
 def index_topk(q: Tensor, keys: Tensor, weight: Tensor, pos: Tensor, n: int, k: int, ratio: int) -> Tensor:
   T, H, D = q.shape
   return run("index_topk", [new(q, T, n, dtype=dtypes.bool)], [q, keys, weight, pos], T=T, H=H, D=D, N=n, TOPK=k, RATIO=ratio,
              SCALE=(H * D) ** -0.5)[0]
-
 
 def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, pos: Tensor,
            window: int, n: int, ratio: int) -> Tensor:
@@ -108,7 +100,6 @@ def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | Non
   if entries is None: n, ratio, entries = 0, 1, ring
   return run("attend", [new(q, T, H, D)], [q, ring, entries, sink if chosen is None else chosen, sink, rope, pos], T=T, H=H, D=D,
              R=rope.shape[1] * 2, RING=ring.shape[0], WINDOW=window, N=n, RATIO=ratio, CHOSEN=int(chosen is not None), SCALE=D ** -0.5)[0]
-
 
 def route(z: Tensor, bias: Tensor | None, tid2eid: Tensor | None, tokens: Tensor, k: int, factor: float) -> tuple[Tensor, Tensor]:
   T, E = z.shape
@@ -118,17 +109,31 @@ def route(z: Tensor, bias: Tensor | None, tid2eid: Tensor | None, tokens: Tensor
                      T=T, E=E, TOPK=k, HASH=int(tid2eid is not None), FACTOR=float(factor))
   return ids, weights
 
-
 def experts(x: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor, ids: Tensor, weights: Tensor, limit: float) -> Tensor:
   T, D = x.shape
   return run("experts", [new(x, T, D)], [x, w13, w2, s13, s2, ids, weights], T=T, D=D, E=w13.shape[0], I=w2.shape[2],
              J=s2.shape[1], TOPK=ids.shape[1], LIMIT=float(limit))[0]
 
-
 def argmax(logits: Tensor) -> Tensor:
   return run("argmax", [new(logits, logits.shape[0], dtype=dtypes.int32)], [logits], T=logits.shape[0], V=logits.shape[1])[0]
 
-
-def sample(logits: Tensor, settings: Tensor, seed: Tensor, pos: Tensor) -> Tensor:
+def probs(logits: Tensor, settings: Tensor) -> Tensor:
   T, V = logits.shape
-  return run("sample", [new(logits, T, dtype=dtypes.int32)], [logits, settings, seed, pos], T=T, V=V)[0]
+  return run("probs", [new(logits, T, V)], [logits, settings], T=T, V=V)[0]
+
+def pick(weights: Tensor, seed: Tensor, pos: Tensor, use: int = 0, offset: int = 0) -> Tensor:
+  T, V = weights.shape
+  return run("pick", [new(weights, T, dtype=dtypes.int32)], [weights, seed, pos], T=T, V=V, USE=use, OFFSET=offset)[0]
+
+def markov(base: Tensor, row: int, w1: Tensor, w2: Tensor, token: Tensor) -> Tensor:
+  V, R = w2.shape
+  return run("markov", [new(base, 1, V)], [base, w1, w2, token], V=V, R=R, ROW=row)[0]
+
+def kv_rows(kv: Tensor, norm: Tensor, rope: Tensor, eps: float) -> Tensor:
+  T, D = kv.shape
+  return run("kv_rows", [new(kv, T, D)], [kv, norm, rope], T=T, D=D, R=rope.shape[1] * 2, EPS=float(eps))[0]
+
+def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, pos: Tensor, window: int) -> Tensor:
+  T, H, D = q.shape
+  return run("attend_block", [new(q, T, H, D)], [q, ring, block, sink, rope, pos], T=T, H=H, D=D, R=rope.shape[1] * 2,
+             RING=ring.shape[0], WINDOW=window, SCALE=D ** -0.5)[0]

@@ -3,18 +3,17 @@
 Fast kernels repeat these names and signatures (cpu.py). Positions are read on the device from `pos` int32 (1,), the
 absolute position of a call's first row; nothing here keeps a length. Rows that a query may not see can hold NaN: they are
 left out by selection, never by multiplying with zero."""
-import functools, math
+import functools
+import math
+
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
-
 def count(n: int) -> Tensor: return Tensor.arange(n, dtype=dtypes.int32)
-
 
 def embed(table: Tensor, ids: Tensor, streams: int) -> Tensor:
   """float32 (V, D), int32 (T,) -> (T, S, D): the token's row, once for every residual stream."""
   return table[ids].unsqueeze(1).expand(-1, streams, -1).contiguous()
-
 
 def rope_table(freqs: Tensor, pos: Tensor, n: int, stride: int = 1) -> Tensor:
   """float32 (r/2,), int32 (1,) -> float32 (n, r/2, 2): cos and sin at the positions (pos // stride + i) * stride.
@@ -26,7 +25,6 @@ def rope_table(freqs: Tensor, pos: Tensor, n: int, stride: int = 1) -> Tensor:
   half = (angle * 0.5).sin()
   return Tensor.stack(1 - 2 * half * half, angle.sin(), dim=-1).contiguous()
 
-
 def rotate(x: Tensor, rope: Tensor, inverse: bool = False) -> Tensor:
   """float32 (n, ..., d), (n, r/2, 2) -> same shape: adjacent pairs (2i, 2i+1) of the last r channels rotated."""
   r = rope.shape[1] * 2
@@ -37,20 +35,16 @@ def rotate(x: Tensor, rope: Tensor, inverse: bool = False) -> Tensor:
   turned = Tensor.stack(a * cos - b * sin, a * sin + b * cos, dim=-1).reshape(*x.shape[:-1], r)
   return x[..., :-r].cat(turned, dim=-1)
 
-
 def rms(x: Tensor, eps: float) -> Tensor: return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
   """float32 (T, D), (D,) -> (T, D). Normalise first, then the weight."""
   return (rms(x, eps) * norm).contiguous()
 
-
 # ------------------------------------------------------------------------------------------------ hyper-connections
 def _mix(h: Tensor, fn: Tensor, eps: float) -> Tensor:
   v = h.flatten(1)                                         # stream-major; scaled by the joint rms after the product
   return ((v @ fn.T) * (v.square().mean(-1, keepdim=True) + eps).rsqrt()).contiguous()
-
 
 def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, iters: int, hc_eps: float,
            eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,11 +64,9 @@ def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, ite
   x = (pre.unsqueeze(-1) * h).sum(1).contiguous()
   return rms_norm(x, norm, eps), post.contiguous(), comb.contiguous()
 
-
 def hc_post(z: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
   """float32 (T, D), (T, S, D), (T, S), (T, S, S) -> the new streams (T, S, D)."""
   return (post.unsqueeze(-1) * z.unsqueeze(1) + (comb.unsqueeze(-1) * h.unsqueeze(2)).sum(1)).contiguous()
-
 
 def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc_eps: float, eps: float) -> tuple[Tensor, Tensor]:
   """float32 (T, S, D), (S, SD), (1,), (S,), (D,) -> the streams' weighted sum (T, D), and the same after its RMSNorm."""
@@ -82,14 +74,12 @@ def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc
   y = (pre.unsqueeze(-1) * h).sum(1).contiguous()
   return y, rms_norm(y, norm, eps)
 
-
 # ------------------------------------------------------------------------------------------------ products
 def linear(x: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
   """float32 (T, G*K), (G*N, K) -> (T, G*N): G independent products side by side."""
   if groups == 1: return (x @ weight.T).contiguous()
   T, K = x.shape[0], weight.shape[1]
   return (x.reshape(T, groups, 1, K) * weight.reshape(1, groups, -1, K)).sum(-1).reshape(T, -1).contiguous()
-
 
 def experts(x: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor, ids: Tensor, weights: Tensor, limit: float) -> Tensor:
   """float32 (T, D), routed (E, 2I, D), (E, D, I), shared (2J, D), (D, J), int32 (T, k), float32 (T, k) -> (T, D).
@@ -103,13 +93,11 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor, ids: Te
   routed = (w2[ids] * u.unsqueeze(2)).sum(-1).sum(1)
   return (routed + swiglu(x @ s13.T, s2.shape[1]).contiguous() @ s2.T).contiguous()
 
-
 # ------------------------------------------------------------------------------------------------ caches and attention
 def _write_rows(buf: UOp, new: UOp, slot: UOp, *, ring: int) -> UOp:
   t, c = UOp.range(new.shape[0], 0), UOp.range(new.shape[1], 1)
   at = slot[0] + t.cast(dtypes.int)
   return buf[(at % ring) if ring else at, c].store(new[t, c]).end(t, c).sink(arg=KernelInfo(name=f"write_rows_{ring}"))
-
 
 def write_rows(buf: Tensor, new: Tensor, slot: Tensor, ring: int = 0) -> Tensor:
   """(n, c), (T, c), int32 (1,) -> buf after rows slot..slot+T-1 (modulo `ring` if given) were overwritten in place.
@@ -117,17 +105,14 @@ def write_rows(buf: Tensor, new: Tensor, slot: Tensor, ring: int = 0) -> Tensor:
   A kernel that reads the slot from memory: assigning through a mask would rewrite the whole buffer each step."""
   return Tensor.custom_kernel(buf, new.contiguous(), slot.contiguous(), fxn=functools.partial(_write_rows, ring=ring))[0]
 
-
 def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None) -> Tensor:
   """float32 (T, H*d), (T, r/2, 2) -> (T, H, d): rotary embedding, after each head's rms without a weight unless eps is none."""
   q = q.reshape(q.shape[0], heads, -1)
   return rotate(q if eps is None else rms(q, eps), rope).contiguous()
 
-
 def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float) -> Tensor:
   """float32 (n, d) in place, (T, d), (d,), (T, r/2, 2), int32 (1,) -> ring after position p's row went to slot p mod n."""
   return write_rows(ring, rotate(rms(kv, eps) * norm, rope), pos, ring.shape[0])
-
 
 def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, pos: Tensor,
              eps: float) -> tuple[Tensor, Tensor]:
@@ -152,7 +137,6 @@ def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Ten
   pooled = (g.contiguous().softmax(1) * k).sum(1)
   return ring, write_rows(entries, rotate(rms(pooled, eps) * norm, rope), pos // R)
 
-
 def index_topk(q: Tensor, keys: Tensor, weight: Tensor, pos: Tensor, n: int, k: int, ratio: int) -> Tensor:
   """float32 (T, H, d), (C, d), (T, H), int32 (1,) -> bool (T, n): which of the first n entries each row attends to.
 
@@ -166,26 +150,28 @@ def index_topk(q: Tensor, keys: Tensor, weight: Tensor, pos: Tensor, n: int, k: 
   rank = ((other > mine) | ((other == mine) & (j < i))).cast(dtypes.int32).sum(-1)
   return ((rank < k) & visible).contiguous()
 
-
 def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, pos: Tensor,
            window: int, n: int, ratio: int) -> Tensor:
   """float32 (T, H, d), (ring, d), (C, d) or none, bool (T, n) or none, (H,), (T, r/2, 2), int32 (1,) -> (T, H, d).
 
   One softmax over the last `window` positions and the first n entries that are chosen (none: every finished one); each
   row is key and value. The sink only enlarges the denominator. The result is rotated back by the row's position."""
-  T, H, d = q.shape
+  T = q.shape[0]
   row, last = (pos + count(T)).reshape(-1, 1), pos + (T - 1)
   held = (last - (last - count(ring.shape[0]) + ring.shape[0]) % ring.shape[0]).reshape(1, -1)  # newest position in a slot
   parts = [(ring, (held >= 0) & (held <= row) & (held > row - window))]
   if entries is not None and n:
     parts.append((entries[:n], count(n).reshape(1, -1) < (row + 1) // ratio if chosen is None else chosen))
+  return _softmax_rows(q, parts, sink, rope)
+
+def _softmax_rows(q: Tensor, parts: list[tuple[Tensor, Tensor]], sink: Tensor, rope: Tensor) -> Tensor:
+  T, _, d = q.shape
   scores = [see.unsqueeze(1).where((q @ rows.T) * d ** -0.5, -math.inf) for rows, see in parts]
   top = functools.reduce(Tensor.maximum, [s.max(-1, keepdim=True) for s in scores]).contiguous()
   exps = [(s - top).exp().contiguous() for s in scores]
   total = functools.reduce(Tensor.add, [e.sum(-1, keepdim=True) for e in exps]) + (sink.reshape(1, -1, 1) - top).exp()
   mixed = [see.reshape(T, 1, -1, 1).where(e.unsqueeze(-1) * rows.reshape(1, 1, -1, d), 0).sum(2) for e, (rows, see) in zip(exps, parts)]
   return rotate(functools.reduce(Tensor.add, mixed) / total, rope, inverse=True).contiguous()
-
 
 # ------------------------------------------------------------------------------------------------ router
 def softplus(z: Tensor) -> Tensor:
@@ -194,7 +180,6 @@ def softplus(z: Tensor) -> Tensor:
   w = y / (2 + y)
   series = functools.reduce(lambda acc, n: acc * (w * w) + 1 / n, (13, 11, 9, 7, 5, 3, 1), Tensor.full((), 1 / 15))
   return z.relu() + 2 * w * series
-
 
 def route(z: Tensor, bias: Tensor | None, tid2eid: Tensor | None, tokens: Tensor, k: int, factor: float) -> tuple[Tensor, Tensor]:
   """float32 (T, E), (E,) or none, int32 (V, k) or none, int32 (T,) -> expert ids int32 (T, k), weights float32 (T, k).
@@ -213,19 +198,16 @@ def route(z: Tensor, bias: Tensor | None, tid2eid: Tensor | None, tokens: Tensor
   weights = score.gather(1, ids)
   return ids.contiguous(), (weights / weights.sum(-1, keepdim=True) * factor).contiguous()
 
-
 # ------------------------------------------------------------------------------------------------ choice of a token
 def argmax(logits: Tensor) -> Tensor:
   """float32 (T, V) -> int32 (T,): the lowest index of the largest logit; -1 where one is NaN or infinite, or none is finite."""
   sick = (logits.isnan() | (logits == math.inf)).max(1) | (logits.max(1) == -math.inf)
   return sick.where(-1, logits.argmax(1).cast(dtypes.int32)).cast(dtypes.int32).contiguous()
 
-
 def _threshold(x: Tensor, weight: Tensor, want: Tensor) -> Tensor:
   """The largest value whose strictly larger ones weigh less than `want`: float32 (T, V) twice, (T, 1) -> (T, 1)."""
   heavier = (x.unsqueeze(1) > x.unsqueeze(2)).where(weight.unsqueeze(1), 0).sum(2)              # weight above each one
   return (heavier < want).where(x, math.inf).min(1, keepdim=True)
-
 
 def mix(h: Tensor) -> Tensor:
   """uint32 -> uint32: a bijection whose output bits each depend on every input bit."""
@@ -233,26 +215,55 @@ def mix(h: Tensor) -> Tensor:
   h = (h ^ (h >> 15)) * 0x846ca68b
   return h ^ (h >> 16)
 
+def probs(logits: Tensor, settings: Tensor) -> Tensor:
+  """float32 (T, V), (4,) = temperature (above 0), top_p, top_k, min_p -> float32 (T, V): the law a token is drawn from.
 
-def sample(logits: Tensor, settings: Tensor, seed: Tensor, pos: Tensor) -> Tensor:
-  """float32 (T, V), (4,) = temperature, top_p, top_k, min_p; int32 (2,), int32 (1,) -> int32 (T,): a token for pos+1+t.
-
-  Gumbel-max: the noise is a hash of (seed, absolute position, token), so a run repeats exactly and rows don't influence
-  each other. Temperature first; then the top_k largest (0: all; equals of the last one stay), the smallest set of
-  largest ones with top_p of the remaining mass (equals stay), and those with min_p of the largest's probability.
-  Temperature 0, or a row that can't be sampled from, gives what argmax gives."""
-  T, V = logits.shape
-  u32 = dtypes.uint32
+  Temperature first; then the top_k largest (0: all; equals of the last one stay), the smallest set of largest ones with
+  top_p of the remaining mass (equals stay), and those with min_p of the largest's probability. A row that can't be drawn
+  from (NaN, infinite, nothing finite) is NaN throughout."""
   top = logits.max(1, keepdim=True)
-  t = settings[0].maximum(1e-6)
   least = (settings[2] > 0).where(_threshold(logits, Tensor.ones_like(logits), settings[2].maximum(1)), -math.inf)
-  weight = (logits >= least).where(((logits - top) / t).exp(), 0).contiguous()
+  weight = (logits >= least).where(((logits - top) / settings[0]).exp(), 0).contiguous()
   nucleus = _threshold(logits, weight, settings[1] * weight.sum(1, keepdim=True))
   least = (settings[1] < 1).where(least.maximum(nucleus), least)
-  keep = (logits >= least) & (weight >= settings[3]) & (logits > -math.inf)
-  h = mix(mix(seed[0].cast(u32)) ^ seed[1].cast(u32))
-  h = mix(h + (pos + count(T) + 1).cast(u32)).reshape(T, 1)
-  u = (mix(h + count(V).cast(u32).reshape(1, V) * 0x9e3779b9) >> 8).cast(dtypes.float32) * 2.0 ** -24 + 2.0 ** -25
-  noisy = keep.where((logits - top) / t - (-u.log()).log(), -math.inf)
-  greedy = argmax(logits)
-  return ((settings[0] > 0) & (greedy >= 0)).where(noisy.argmax(1).cast(dtypes.int32), greedy).cast(dtypes.int32).contiguous()
+  weight = ((logits >= least) & (weight >= settings[3])).where(weight, 0).contiguous()
+  return (argmax(logits).reshape(-1, 1) < 0).where(math.nan, weight / weight.sum(1, keepdim=True)).contiguous()
+
+def _hash(seed: Tensor, pos: Tensor, n: int, use: int) -> Tensor:
+  u32 = dtypes.uint32
+  return mix(mix(mix(mix(seed[0].cast(u32)) ^ seed[1].cast(u32)) + (pos + count(n) + 1).cast(u32)) + use)
+
+def _unit(h: Tensor) -> Tensor: return (h >> 8).cast(dtypes.float32) * 2.0 ** -24 + 2.0 ** -25
+
+def uniforms(seed: Tensor, pos: Tensor, n: int, use: int) -> Tensor:
+  """int32 (2,), int32 (1,) -> float32 (n,) inside (0, 1): one number for each of the positions pos+1 .. pos+n and use."""
+  return _unit(_hash(seed, pos, n, use)).contiguous()
+
+def pick(weights: Tensor, seed: Tensor, pos: Tensor, use: int = 0, offset: int = 0) -> Tensor:
+  """float32 (T, V), int32 (2,), int32 (1,) -> int32 (T,): row t's token for position pos+1+offset+t, by its weights.
+
+  Gumbel-max, so that weights need no sum of one; the noise is a hash of (seed, absolute position, use, token): a run
+  repeats exactly, and rows don't influence each other. -1 where a weight is NaN or none is above zero."""
+  T, V = weights.shape
+  u = _unit(mix(_hash(seed, pos + offset, T, use).reshape(T, 1) + count(V).cast(dtypes.uint32).reshape(1, V) * 0x9e3779b9))
+  noisy = (weights > 1e-37).where(weights.maximum(1e-37).log() - (-u.log()).log(), -math.inf).contiguous()
+  dead = weights.isnan().max(1) | (noisy.max(1) == -math.inf)
+  return dead.where(-1, noisy.argmax(1).cast(dtypes.int32)).cast(dtypes.int32).contiguous()
+
+# ------------------------------------------------------------------------------------------------ block draft
+def markov(base: Tensor, row: int, w1: Tensor, w2: Tensor, token: Tensor) -> Tensor:
+  """float32 (K, V), (V, r), (V, r), int32 (1,) -> float32 (1, V): row `row` of base, biased by the token before it."""
+  return (base[row:row + 1] + w1[token.maximum(0)] @ w2.T).contiguous()
+
+def kv_rows(kv: Tensor, norm: Tensor, rope: Tensor, eps: float) -> Tensor:
+  """float32 (T, d), (d,), (T, r/2, 2) -> (T, d): what kv_write would write."""
+  return rotate(rms(kv, eps) * norm, rope).contiguous()
+
+def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, pos: Tensor, window: int) -> Tensor:
+  """float32 (T, H, d), (ring, d), (T, d), (H,), (T, r/2, 2), int32 (1,) -> (T, H, d).
+
+  As attend, but every row sees the `window` positions before pos (of `ring`) and all T rows of the block, later ones too."""
+  last = pos - 1
+  held = (last - (last - count(ring.shape[0]) + ring.shape[0]) % ring.shape[0]).reshape(1, -1)
+  seen = ((held >= 0) & (held >= pos - window)).expand(q.shape[0], -1)
+  return _softmax_rows(q, [(ring, seen), (block, (count(q.shape[0]) >= 0).reshape(1, -1).expand(q.shape[0], -1))], sink, rope)

@@ -1,0 +1,589 @@
+"""Every operation three times: the C kernel, its readable twin, and a numpy oracle, on random and on spiteful inputs."""
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from safetensors.numpy import load_file
+from tinygrad import Tensor
+
+from specgrad.models import deepseek_v4
+from specgrad.models.rope import frequencies
+from specgrad.quant import cpu, operations, twin
+
+Array = np.ndarray
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 33)                    # the fast kernels tile rows by 4, so every rest occurs
+OPS = ("embed", "rope_table", "rms_norm", "hc_pre", "hc_post", "hc_head", "linear", "experts", "head_rope", "kv_write",
+       "compress", "index_topk", "attend", "route", "argmax", "sample")
+BOTH = pytest.mark.parametrize("ops", [cpu, twin], ids=["cpu", "twin"])
+
+def tensor(a: Any) -> Any: return Tensor(a).clone().realize() if isinstance(a, np.ndarray) else a
+
+def run(ops: Any, name: str, *args: Any) -> tuple[Array, ...]:
+  """Arrays become device buffers of their own; what an operation writes in place is among its results."""
+  out = getattr(ops, name)(*map(tensor, args))
+  out = out if isinstance(out, tuple) else (out,)
+  Tensor.realize(*out)
+  return tuple(t.numpy() for t in out)
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> Array:
+  return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
+
+def ints(*values: int) -> Array: return np.array(values, np.int32)
+
+def close(got: Array, want: Array, bound: float) -> None:
+  """Within `bound` of the largest wanted value of the row; equal where `want` holds ids or flags."""
+  assert got.shape == want.shape
+  if want.dtype.kind in "ib": assert (got == want).all()
+  else:
+    size = np.maximum(np.abs(want).reshape(len(want), -1).max(1), 1e-30)
+    assert (np.abs(got - want).reshape(len(want), -1) <= bound * size[:, None]).all()  # NaN fails too
+
+def check(name: str, args: Callable[[int], tuple[Any, ...]], want: Sequence[Array], bound: float = 2e-6,
+          rows: Sequence[int] = ROWS, twin_rows: Sequence[int] = (33,)) -> None:
+  """args(T): the same data cut to its first T rows. Both equal the oracle's rows, and the fast kernel gives the same bits
+  for a row whatever the number of rows."""
+  most = max(rows)
+  full = run(cpu, name, *args(most))
+  for got, w in zip(full, want, strict=True): close(got, w, bound)
+  for T in rows:
+    for got, all_rows in zip(run(cpu, name, *args(T)), full, strict=True): assert got.tobytes() == all_rows[:T].tobytes(), T
+  for T in twin_rows:
+    for got, all_rows in zip(run(twin, name, *args(T)), full, strict=True): close(got, all_rows[:T], bound)
+
+# ------------------------------------------------------------------------------------------------ one interface
+def functions(module: Any) -> set[str]:
+  return {n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and not n.startswith("_")}
+
+def test_same_names_and_signatures() -> None:
+  assert functions(cpu) & functions(twin) == set(OPS)
+  assert functions(cpu) - set(OPS) == {"source", "run", "as_buffer", "new"}
+  for name in OPS:
+    assert inspect.signature(getattr(cpu, name)) == inspect.signature(getattr(twin, name)), name
+
+def test_every_operation_of_the_model_is_here() -> None:
+  used = set(re.findall(r"\bops\.(\w+)", inspect.getsource(deepseek_v4))) | {"rope_table", "argmax", "sample"}
+  assert used == set(OPS)
+
+def test_who_computes_where() -> None:
+  assert operations("CPU") is operations("CPU:1") is cpu
+  assert operations("CUDA") is operations("NV:1") is twin
+
+# ------------------------------------------------------------------------------------------------ products and norms
+@pytest.mark.parametrize("K, N, G", [(7, 5, 1), (33, 9, 1), (256, 66, 1), (40, 12, 2), (13, 3, 4)])
+def test_linear(K: int, N: int, G: int) -> None:
+  x, w = normal(1, 33, G * K), normal(2, G * N, K)
+  want = np.einsum("tgk,gnk->tgn", x.reshape(33, G, K).astype(float), w.reshape(G, N, K)).reshape(33, -1)
+  check("linear", lambda T: (x[:T], w, G), [want])
+
+def test_linear_takes_huge_and_tiny_rows() -> None:
+  x = normal(1, 8, 20) * np.float32([[1e-30], [1e-10], [1], [1e4], [1e10], [1e18], [0], [1]])
+  w = normal(2, 6, 20)
+  check("linear", lambda T: (x[:T], w, 1), [x.astype(float) @ w.T], rows=(8, 5, 1), twin_rows=(8,))
+
+def test_linear_keeps_a_sick_row_to_itself() -> None:
+  x, w = normal(1, 8, 20), normal(2, 6, 20)
+  well = run(cpu, "linear", x, w, 1)[0]
+  x[3], x[5, 2] = np.nan, np.inf
+  for ops in (cpu, twin):
+    got = run(ops, "linear", x, w, 1)[0]
+    assert not np.isfinite(got[[3, 5]]).any()
+    close(got[[0, 1, 2, 4, 6, 7]], well[[0, 1, 2, 4, 6, 7]], 1e-6)
+
+@pytest.mark.parametrize("D", [1, 7, 40, 256])
+def test_rms_norm(D: int) -> None:
+  x, norm = normal(1, 33, D) * np.float32(10) ** np.arange(-6, 27).reshape(33, 1).clip(-6, 6), normal(2, D)
+  check("rms_norm", lambda T: (x[:T], norm, 1e-6), [oracle.rms(x.astype(float), 1e-6) * norm])
+
+@BOTH
+def test_rms_norm_of_nothing_is_nothing(ops: Any) -> None:
+  assert (run(ops, "rms_norm", np.zeros((2, 9), np.float32), normal(2, 9), 1e-6)[0] == 0).all()
+
+def test_embed() -> None:
+  table, ids = normal(1, 11, 5), np.random.default_rng(2).integers(0, 11, 33).astype(np.int32)
+  ids[:2] = 10, 0
+  check("embed", lambda T: (table, ids[:T], 3), [np.repeat(table[ids][:, None], 3, 1)], bound=0)
+
+# ------------------------------------------------------------------------------------------------ rotary embedding
+POSITIONS = (0, 1, 4095, 65535, 100003, 999_967)
+
+@pytest.mark.parametrize("stride", [1, 4, 128])
+def test_rope_table(stride: int) -> None:
+  """Angles reach a million radians: the float32 product is the angle, its sine and cosine are exact."""
+  freqs = oracle.frequencies(64, 160000, {"factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1})
+  for pos in POSITIONS:
+    for n in (1, 33):
+      want = oracle.rope_table((pos // stride + np.arange(n)) * stride, freqs)
+      for ops in (cpu, twin):
+        got = run(ops, "rope_table", freqs, ints(pos), n, stride)[0]
+        assert got.shape == want.shape and np.abs(got - want).max() <= 5e-7, (pos, ops)
+
+@pytest.mark.parametrize("kind, theta, yarn", [("sliding", 10000, None), ("compress", 160000, (16, 65536, 32, 1))])
+def test_rope_angles_of_the_real_model(shared: Path, kind: str, theta: float, yarn: Any) -> None:
+  units = load_file_f32(shared)
+  freqs = np.array(frequencies(64, theta, yarn), np.float32)
+  for i, pos in enumerate(units["rope.positions"].tolist()):
+    for ops in (cpu, twin):
+      got = run(ops, "rope_table", freqs, ints(pos), 1)[0][0]
+      assert np.abs(got[:, 0] - units[f"rope.{kind}.cos"][i]).max() <= 2e-6, pos
+      assert np.abs(got[:, 1] - units[f"rope.{kind}.sin"][i]).max() <= 2e-6, pos
+
+def load_file_f32(shared: Path) -> dict[str, Array]:
+  """The unit vectors that numpy can hold: safetensors' own loader stops at float8."""
+  import json
+  blob = (shared / "golden" / "units" / "units.safetensors").read_bytes()
+  base = 8 + int.from_bytes(blob[:8], "little")
+  kinds = {"F32": np.float32, "I32": np.int32}
+  return {n: np.frombuffer(blob[base + e["data_offsets"][0]:base + e["data_offsets"][1]], kinds[e["dtype"]]).reshape(e["shape"])
+          for n, e in json.loads(blob[8:base]).items() if n != "__metadata__" and e["dtype"] in kinds}
+
+@pytest.mark.parametrize("theta, yarn", [(10000, None), (160000, (16, 65536, 32, 1)), (160000, (16, 64, 32, 1)), (160000, (8, 512, 32, 1))])
+def test_frequencies(theta: float, yarn: Any) -> None:
+  keys = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+  want = oracle.frequencies(64, theta, dict(zip(keys, yarn)) if yarn else None)
+  assert np.allclose(frequencies(64, theta, yarn), want, rtol=1e-7, atol=0)
+  if yarn == (16, 65536, 32, 1):                           # values from the description of the real model
+    known = {0: 1, 1: 0.68765604, 15: 3.6355385e-3, 16: 2.2656249e-3, 20: 2.9697779e-4, 25: 5.3723124e-6, 31: 5.6805294e-7}
+    for i, f in known.items(): assert math.isclose(frequencies(64, theta, yarn)[i], f, rel_tol=1e-7)
+
+@pytest.mark.parametrize("H, D, r, eps", [(3, 12, 4, 1e-6), (4, 40, 40, 1e-6), (2, 33, 8, None), (8, 128, 64, None)])
+def test_head_rope(H: int, D: int, r: int, eps: float | None) -> None:
+  q, freqs, p = normal(1, 33, H * D), normal(3, r // 2), 1000 + np.arange(33)
+  rope = oracle.rope_table(p, freqs)
+  heads = q.reshape(33, H, D).astype(float)
+  want = oracle.rotate(heads if eps is None else oracle.rms(heads, eps), oracle.turns(p, freqs))
+  check("head_rope", lambda T: (q[:T], rope[:T], H, eps), [want])
+
+# ------------------------------------------------------------------------------------------------ hyper-connections
+def hyper(S: int, D: int) -> tuple[Array, ...]:
+  M = 2 * S + S * S
+  return normal(1, 33, S, D), normal(2, M, S * D, scale=2 / math.sqrt(S * D)), normal(3, 3), normal(4, M), normal(5, D)
+
+@pytest.mark.parametrize("S, D, iters", [(4, 7, 20), (4, 64, 20), (4, 24, 1), (2, 33, 3), (3, 8, 2)])
+def test_hc_pre(S: int, D: int, iters: int) -> None:
+  h, fn, scale, base, norm = hyper(S, D)
+  want = oracle.hc_pre(*(a.astype(float) for a in (h, fn, scale, base, norm)), iters, 1e-6, 1e-6)
+  some = ROWS if D == 7 else (1, 33)
+  check("hc_pre", lambda T: (h[:T], fn, scale, base, norm, iters, 1e-6, 1e-6), want, 3e-6, rows=some)
+
+def test_hc_pre_with_extreme_mixes() -> None:
+  """A row of comb near a permutation, one far from any, and gates at both ends."""
+  S, D = 4, 8
+  h, fn, _, _, norm = hyper(S, D)
+  base = np.array([-80, 80, 0, 1, -80, 80, 0, 1, *(60 * np.eye(4) - 30).ravel()], np.float32)
+  scale = np.array([5, 5, 9], np.float32)
+  want = oracle.hc_pre(*(a.astype(float) for a in (h, fn, scale, base, norm)), 20, 1e-6, 1e-6)
+  check("hc_pre", lambda T: (h[:T], fn, scale, base, norm, 20, 1e-6, 1e-6), want, 2e-5, rows=(33,))
+
+def test_hc_eps_shows() -> None:
+  """With 1e-3 a missing or a doubled eps is no rounding error."""
+  h, fn, scale, base, norm = hyper(4, 8)
+  for iters in (1, 2):
+    want = oracle.hc_pre(*(a.astype(float) for a in (h, fn, scale, base, norm)), iters, 1e-3, 1e-2)
+    check("hc_pre", lambda T, n=iters: (h[:T], fn, scale, base, norm, n, 1e-3, 1e-2), want, 3e-6, rows=(33,))
+
+@BOTH
+def test_sinkhorn_units(shared: Path, ops: Any) -> None:
+  """The official split of 24 mixes. The mixes are handed in as fn times a one-hot row of mean square 1; eps=3 halves
+  every mix and lets `pre` be read off the norm behind it, one stream at a time."""
+  u, S, D, eps = load_file_f32(shared), 4, 16, 3.0
+  mixes = u["sinkhorn.mixes"]
+  n = len(mixes)
+  for s in range(S):
+    h = np.zeros((n, S, D), np.float32)
+    h[np.arange(n), s, np.arange(n)] = 8                     # sqrt(S * D)
+    fn = np.zeros((24, S, D), np.float32)
+    fn[:, s, :n] = mixes.T * 2 / 8
+    x, post, comb = run(ops, "hc_pre", h, fn.reshape(24, -1), u["sinkhorn.scale"], u["sinkhorn.base"], np.ones(D, np.float32), 20, 1e-6, eps)
+    got = x[np.arange(n), np.arange(n)].astype(float)
+    y = got * np.sqrt(eps / (1 - got * got / D))
+    assert np.abs(y / 8 - u["sinkhorn.pre"][:, s]).max() <= 2e-6
+    assert np.abs(post - u["sinkhorn.post"]).max() <= 2e-6
+    assert np.abs(comb - u["sinkhorn.comb"]).max() <= 5e-6
+
+def test_sinkhorn_check_vector() -> None:
+  """The worked example of the description, against the oracle that all others are compared with."""
+  i = np.arange(24)
+  pre, post, comb = oracle.split(2 * np.sin(i)[None], np.array([0.5, 1, 2]), np.cos(i), 4, 20, 1e-6)
+  assert np.abs(pre - [[0.731060, 0.799277, 0.620849, 0.299670]]).max() <= 1e-6
+  assert np.abs(post - [[0.205461, 0.326515, 1.198019, 1.775483]]).max() <= 1e-6
+  assert np.abs(comb - [[[0.707301, 0.263278, 0.016849, 0.002407], [0.000184, 0.072438, 0.894616, 0.035577],
+                         [0.002854, 0.003077, 0.049570, 0.961183], [0.289660, 0.661206, 0.038964, 0.000833]]]).max() <= 1e-6
+
+@pytest.mark.parametrize("S, D", [(4, 7), (3, 33)])
+def test_hc_post(S: int, D: int) -> None:
+  z, h, post, comb = normal(1, 33, D), normal(2, 33, S, D), normal(3, 33, S), normal(4, 33, S, S)
+  check("hc_post", lambda T: (z[:T], h[:T], post[:T], comb[:T]), [oracle.hc_post(*(a.astype(float) for a in (z, h, post, comb)))])
+
+@pytest.mark.parametrize("S, D", [(4, 7), (3, 40)])
+def test_hc_head(S: int, D: int) -> None:
+  h, fn, scale, base, norm = normal(1, 33, S, D), normal(2, S, S * D), normal(3, 1), normal(4, S), normal(5, D)
+  want = oracle.hc_head(*(a.astype(float) for a in (h, fn, scale, base, norm)), 1e-3, 1e-6)
+  check("hc_head", lambda T: (h[:T], fn, scale, base, norm, 1e-3, 1e-6), want, 3e-6)
+
+# ------------------------------------------------------------------------------------------------ window ring
+@BOTH
+def test_kv_write(ops: Any) -> None:
+  """Rows go to slot p mod n, the others keep their bits."""
+  n, D, r = 11, 10, 4
+  for T, pos in ((1, 0), (1, 10), (1, 11), (5, 8), (5, 6), (11, 3), (5, 1_000_003)):
+    kv, norm, freqs, ring = normal(T, T, D), normal(2, D), normal(3, r // 2), normal(4, n, D)
+    ring[2] = np.nan
+    p = pos + np.arange(T)
+    want = ring.copy()
+    want[p % n] = oracle.rotate(oracle.rms(kv.astype(float), 1e-6) * norm, oracle.turns(p, freqs))
+    got = run(ops, "kv_write", ring, kv, norm, oracle.rope_table(p, freqs), ints(pos), 1e-6)[0]
+    kept = np.setdiff1d(np.arange(n), p % n)
+    assert got[kept].tobytes() == ring[kept].tobytes()
+    close(got[p % n], want[p % n], 2e-6)
+
+# ------------------------------------------------------------------------------------------------ compressor
+class Stream:
+  """A compressor fed in chunks, as the model feeds it: ring and entries start as NaN, position by position in place."""
+  def __init__(self, ops: Any, ratio: int, overlap: bool, d: int, n: int, most: int):
+    self.ops, self.ratio, self.d = ops, ratio, d
+    w = d * (1 + overlap)
+    self.proj, self.ape, self.norm, self.freqs = normal(1, n, 2 * w, scale=2), normal(2, ratio, w), normal(3, d), normal(4, 2)
+    self.want = oracle.compress(*(a.astype(float) for a in (self.proj[:, :w], self.proj[:, w:], self.ape, self.norm)), self.freqs, 1e-6)
+    blocks = -(-((1 + overlap) * ratio + most) // ratio)
+    self.ring, self.entries = (tensor(np.full(s, np.nan, np.float32)) for s in ((blocks * ratio, 2 * w), ((n + most) // ratio + 2, d)))
+    self.weights = [tensor(a) for a in (self.ape, self.norm)]
+
+  def feed(self, rows: Array, pos: int) -> None:
+    at = (pos // self.ratio + np.arange(-(-len(rows) // self.ratio))) * self.ratio
+    Tensor.realize(*self.ops.compress(self.ring, self.entries, tensor(rows), *self.weights, tensor(oracle.rope_table(at, self.freqs)),
+                                      tensor(ints(pos)), 1e-6))
+
+  def check(self, n: int) -> None:
+    done = n // self.ratio
+    if done: close(self.entries.numpy()[:done], self.want[:done], 3e-6)
+
+COMPRESSORS = pytest.mark.parametrize("ratio, overlap, d, n", [(4, True, 6, 70), (2, True, 5, 40), (2, False, 33, 40), (16, False, 8, 100),
+                                                                (128, False, 5, 300)])
+
+@BOTH
+@COMPRESSORS
+def test_compress_in_any_chunks(ops: Any, ratio: int, overlap: bool, d: int, n: int) -> None:
+  sizes = [1, 5, 2 * ratio] if ops is twin or ratio == 128 else [1, 2, 3, 5, 7, ratio, 2 * ratio + 1]
+  for size in [*sizes, None]:
+    rng, s, p = np.random.default_rng(5), Stream(ops, ratio, overlap, d, n, max(sizes)), 0
+    while p < n:
+      T = min(size or int(rng.choice(sizes)), n - p)
+      if T not in sizes: T = 1
+      s.feed(s.proj[p:p + T], p)
+      p += T
+      s.check(p)
+
+@BOTH
+@COMPRESSORS
+def test_compress_forgets_rejected_rows(ops: Any, ratio: int, overlap: bool, d: int, n: int) -> None:
+  """At every position: one row that counts and rows of junk that do not."""
+  s = Stream(ops, ratio, overlap, d, n, 6)
+  for p in range(n):
+    junk = normal(p, 5, s.proj.shape[1], scale=9)
+    if p % 3 == 0: junk[1:] = np.nan
+    s.feed(np.concatenate([s.proj[p:p + 1], junk]), p)
+    s.check(p + 1)
+
+def test_compress_gives_the_same_bits_in_any_chunks() -> None:
+  for ratio, overlap in ((4, True), (16, False)):
+    made = []
+    for size in (1, 5, 33):
+      s, p = Stream(cpu, ratio, overlap, 8, 66, 33), 0
+      while p < 66:
+        T = size if p + size <= 66 else 1
+        s.feed(s.proj[p:p + T], p)
+        p += T
+      made.append(s.entries.numpy()[:66 // ratio].tobytes())
+    assert made[0] == made[1] == made[2]
+
+@BOTH
+def test_compress_with_extreme_gates(ops: Any) -> None:
+  """One gate towers above the rest: its row is the entry, and nothing overflows."""
+  s = Stream(ops, 4, True, 6, 12, 6)
+  s.proj[:, 12:] = -3e4
+  s.proj[[1, 5, 6], 12:] = 3e4
+  want = oracle.compress(s.proj[:, :12].astype(float), s.proj[:, 12:].astype(float), s.ape, s.norm, s.freqs, 1e-6)
+  s.feed(s.proj[:6], 0)
+  s.feed(s.proj[6:], 6)
+  close(s.entries.numpy()[:3], want, 3e-6)
+
+# ------------------------------------------------------------------------------------------------ indexer
+@pytest.mark.parametrize("H, D, ratio, k, n", [(8, 16, 4, 4, 40), (3, 13, 4, 7, 40), (2, 8, 16, 1, 12), (8, 16, 4, 64, 40), (1, 33, 2, 16, 90)])
+def test_index_topk(H: int, D: int, ratio: int, k: int, n: int) -> None:
+  q, weight = normal(1, 33, H, D), normal(3, 33, H)
+  some = ROWS if H == 8 and k == 4 else (1, 33)
+  for pos in (0, ratio - 1, ratio * k - 1, ratio * n - 33):
+    if pos < 0: continue
+    p = pos + np.arange(33)
+    known = max((pos + 33) // ratio, 1)
+    keys = np.full((n + 3, D), np.nan, np.float32)           # what no row may see yet is NaN
+    keys[:known] = normal(2, known, D)
+    want = np.zeros((33, n), bool)
+    want[:, :known] = oracle.index_topk(q.astype(float), keys[:known].astype(float), weight, p, k, ratio)[:, :n]
+    assert (want.sum(1) == np.minimum(k, (p + 1) // ratio)).all()
+    check("index_topk", lambda T, pos=pos, keys=keys: (q[:T], keys, weight[:T], ints(pos), n, k, ratio), [want], rows=some)
+
+def test_index_topk_takes_the_lower_index_of_equals() -> None:
+  """Small integers: every score is exact, most of them are equal, many are zero; weights make some negative."""
+  rng = np.random.default_rng(1)
+  H, D, ratio, n, pos = 4, 16, 4, 50, 150
+  q, keys, weight = (rng.integers(-1, 2, s).astype(np.float32) for s in ((33, H, D), (n, D), (33, H)))
+  keys[10:20] = keys[0]
+  weight[5], q[6] = 0, 0                                     # all equal, and minus zero among them
+  p = pos + np.arange(33)
+  for k in (1, 4, 16, 37):
+    want = oracle.index_topk(q, keys, weight, p, k, ratio)
+    assert (np.flatnonzero(want[5]) == np.arange(min(k, (p[5] + 1) // ratio))).all()
+    check("index_topk", lambda T, k=k: (q[:T], keys, weight[:T], ints(pos), n, k, ratio), [want], rows=(5, 33))
+
+@BOTH
+def test_index_topk_with_huge_scores(ops: Any) -> None:
+  q, keys, weight = normal(1, 5, 2, 8, scale=1e9), normal(2, 30, 8, scale=1e9), normal(3, 5, 2, scale=1e9)
+  p = 100 + np.arange(5)
+  want = oracle.index_topk(q.astype(float), keys.astype(float), weight.astype(float), p, 6, 4)
+  close(run(ops, "index_topk", q, keys, weight, ints(100), 30, 6, 4)[0], want, 0)
+
+# ------------------------------------------------------------------------------------------------ attention
+def attention(pos: int, T: int, H: int, d: int, ring: int, window: int, ratio: int, n: int, choose: bool, scale: float = 1.0
+              ) -> tuple[tuple[Any, ...], Array]:
+  """Arguments and what the oracle gives. Ring slots outside every row's window and entries that are unfinished are NaN."""
+  p = pos + np.arange(T)
+  q, kv, sink, freqs = normal(1, 40, H, d, scale=scale)[:T], normal(2, pos + T, d), normal(3, H, scale=3), normal(4, 2)
+  known = min((pos + T) // ratio, n) if n else 0
+  entries = np.full((n + 2, d), np.nan, np.float32)
+  entries[:known] = normal(5, 5000, d)[:known]
+  seen = oracle.finished(p, ratio, n)
+  if choose: seen &= np.random.default_rng(6).random((40, n))[:T] < 0.5
+  held = np.full((ring, d), np.nan, np.float32)
+  first = max(pos - window + 1, 0)
+  held[np.arange(first, pos + T) % ring] = kv[first:]
+  want = oracle.attend(q.astype(float), kv.astype(float), np.nan_to_num(entries[:n]).astype(float), seen, sink.astype(float), freqs, p, window)
+  args = (q, held, entries if n else None, seen if choose else None, sink, oracle.rope_table(p, freqs), ints(pos), window, n, ratio)
+  return args, want
+
+BORDERS = (0, 1, 2, 6, 7, 8, 9, 39, 40, 41, 46, 47, 48, 95, 996)
+
+@pytest.mark.parametrize("H, d, n, ratio, choose", [(3, 12, 0, 1, False), (2, 40, 60, 4, True), (2, 33, 60, 16, False), (1, 4, 2, 16, False)])
+def test_attend_at_every_border(H: int, d: int, n: int, ratio: int, choose: bool) -> None:
+  """Around the window of 8, blocks and the end of the ring of 48, for one row and for as many as the ring has room for."""
+  for T, ops in ((1, cpu), (5, cpu), (33, cpu), (5, twin)):
+    for pos in BORDERS:
+      if n and (pos + T) // ratio > n and choose: continue
+      args, want = attention(pos, T, H, d, 48, 8, ratio, n, choose)
+      close(run(ops, "attend", *args)[0], want, 3e-6)
+
+@pytest.mark.parametrize("n, choose", [(0, False), (20, False), (20, True)])
+def test_attend_rows_are_independent(n: int, choose: bool) -> None:
+  for pos in (0, 30, 43):
+    make = lambda T, pos=pos: attention(pos, 33, 3, 12, 48, 8, 4, n, choose)[0]
+    cut = lambda T: tuple(a[:T] if i in (0, 5) or (i == 3 and a is not None) else a for i, a in enumerate(make(T)))
+    check("attend", cut, [attention(pos, 33, 3, 12, 48, 8, 4, n, choose)[1]], 3e-6)
+
+@BOTH
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 300.0])
+def test_attend_with_flat_and_sharp_scores(ops: Any, scale: float) -> None:
+  args, want = attention(70, 5, 3, 12, 48, 8, 4, 20, False, scale)
+  close(run(ops, "attend", *args)[0], want, 3e-5 if scale > 1 else 3e-6)
+
+@BOTH
+@pytest.mark.parametrize("sink", [-math.inf, -200.0, 80.0, 1e4])
+def test_attend_sink(ops: Any, sink: float) -> None:
+  """-inf: no sink at all. A huge one takes everything, and nothing overflows into NaN."""
+  args, _ = attention(20, 3, 2, 8, 48, 8, 4, 5, False)
+  args = (*args[:4], np.full(2, sink, np.float32), *args[5:])
+  q, held, entries, _, s, rope, pos, window, n, ratio = args
+  got = run(ops, "attend", *args)[0]
+  kv = normal(2, 23, 8).astype(float)
+  p = 20 + np.arange(3)
+  want = oracle.attend(q.astype(float), kv, entries[:5].astype(float), oracle.finished(p, 4, 5), s.astype(float), normal(4, 2), p, window)
+  if sink < 1000: close(got, want, 3e-6)
+  else: assert (got == 0).all()
+
+def uniform(ops: Any, T: int, pos: int, window: int, n: int, ratio: int) -> list[tuple[set[int], set[int]]]:
+  """Which window positions and which entries each row sees: with equal scores and one-hot rows the output says so."""
+  ring, width = 64, 128
+  held, entries = np.zeros((ring, width), np.float32), np.zeros((n + 1, width), np.float32)
+  for p in range(pos + T): held[p % ring, p] = 1
+  for j in range(n): entries[j, 64 + j] = 1
+  rope = oracle.rope_table(np.zeros(T), np.zeros(1, np.float32))
+  out = run(ops, "attend", np.zeros((T, 1, width), np.float32), held, entries if n else None, None, np.full(1, -np.inf, np.float32),
+            rope, ints(pos), window, n, ratio)[0][:, 0]
+  return [(set(np.flatnonzero(o[:64]).tolist()), set(np.flatnonzero(o[64:]).tolist())) for o in out]
+
+@BOTH
+def test_visible_rows_are_the_official_ones(shared: Path, ops: Any) -> None:
+  """units hold DeepSeek's own index lists: positions of the window, entries behind an offset, -1 for none."""
+  u, rows = load_file_f32(shared), lambda a, o=0: [set((r[r >= 0] - o).tolist()) for r in a]
+  for n in (5, 13): assert [w for w, _ in uniform(ops, n, 0, 8, 0, 1)] == rows(u[f"window_idx.w8.s{n}.p0"])
+  for p in (3, 7, 21):                                      # one row of a ring of 8, where slot p mod 8 holds p
+    assert [{q % 8 for q in w} for w, _ in uniform(ops, 1, p, 8, 0, 1)] == rows(u[f"window_idx.w8.s1.p{p}"])
+  assert [e for _, e in uniform(ops, 13, 0, 8, 3, 4)] == rows(u["compress_idx.r4.s13.p0.o13"], 13)
+  assert [e for _, e in uniform(ops, 40, 0, 8, 2, 16)] == rows(u["compress_idx.r16.s40.p0.o40"], 40)
+  assert [e for _, e in uniform(ops, 1, 13, 8, 3, 4)] == rows(u["compress_idx.r4.s1.p13.o8"], 8)
+
+# ------------------------------------------------------------------------------------------------ router and experts
+@pytest.mark.parametrize("E, k", [(3, 2), (16, 2), (37, 6), (5, 5), (4, 1)])
+def test_route(E: int, k: int) -> None:
+  z, bias = normal(1, 33, E, scale=4), normal(2, E)
+  want = oracle.route(z, bias.astype(float), None, ints(0), k, 1.5)
+  check("route", lambda T: (z[:T], bias, None, np.zeros(T, np.int32), k, 1.5), want, rows=ROWS if E == 37 else (1, 33))
+
+def test_route_by_token() -> None:
+  rng = np.random.default_rng(1)
+  z, table = normal(1, 33, 9, scale=4), np.stack([rng.permutation(9)[:3] for _ in range(20)]).astype(np.int32)
+  tokens = rng.integers(0, 20, 33).astype(np.int32)
+  check("route", lambda T: (z[:T], None, table, tokens[:T], 3, 2.5), oracle.route(z, None, table, tokens, 3, 2.5), rows=(1, 5, 33))
+
+@BOTH
+def test_route_takes_the_lower_id_of_equals(ops: Any) -> None:
+  z = np.array([[0, 0, 0, 0, 0, 0], [1, 2, 2, 1, 2, 1], [3, 1, 1, 1, 1, 0], [0, 1, 0, 1, 0, 1]], np.float32)
+  ids, weights = run(ops, "route", z, np.zeros(6, np.float32), None, np.zeros(4, np.int32), 4, 1.0)
+  assert ids.tolist() == [[0, 1, 2, 3], [1, 2, 4, 0], [0, 1, 2, 3], [1, 3, 5, 0]]
+  assert np.abs(weights.sum(1) - 1).max() <= 1e-6
+  shifted = run(ops, "route", z, np.array([0, 0, 9, 0, 0, 9], np.float32), None, np.zeros(4, np.int32), 2, 1.0)
+  assert set(map(frozenset, shifted[0].tolist())) == {frozenset({2, 5})}
+
+@BOTH
+def test_route_scores_over_the_whole_range(ops: Any) -> None:
+  """sqrt(softplus(z)) from -50 to 50: relative precision also where e^z is tiny. Read off weights against one expert at 0."""
+  z = np.stack([np.linspace(-50, 50, 401), np.zeros(401)], 1).astype(np.float32)
+  ids, weights = run(ops, "route", z, np.array([1e3, 0], np.float32), None, np.zeros(401, np.int32), 2, 1.0)
+  assert (ids == [0, 1]).all()
+  got, score = weights[:, 0].astype(float) / weights[:, 1], np.sqrt(np.logaddexp(0, z.astype(float)))
+  assert np.abs(got / (score[:, 0] / score[:, 1]) - 1).max() <= 1e-6
+
+@BOTH
+def test_route_with_very_large_logits(ops: Any) -> None:
+  z = np.array([[1e4, 1e6, -1e4, 3e38], [-80, -81, -82, -83]], np.float32)
+  ids, weights = run(ops, "route", z, np.zeros(4, np.float32), None, np.zeros(2, np.int32), 2, 1.5)
+  want = oracle.route(z, np.zeros(4), None, ints(0), 2, 1.5)
+  assert (ids == want[0]).all()
+  close(weights, want[1], 1e-5)
+
+def expert_weights(D: int, inner: int, J: int, E: int) -> dict[str, Array]:
+  shapes = {"w1": (E, inner, D), "w3": (E, inner, D), "w2": (E, D, inner), "s1": (J, D), "s3": (J, D), "s2": (D, J)}
+  return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+@pytest.mark.parametrize("D, inner, J, E, k", [(16, 8, 8, 3, 2), (13, 7, 5, 4, 3), (40, 33, 12, 5, 1)])
+@pytest.mark.parametrize("limit", [0.7, 10.0])
+def test_experts(D: int, inner: int, J: int, E: int, k: int, limit: float) -> None:
+  w, x, rng = expert_weights(D, inner, J, E), normal(9, 33, D), np.random.default_rng(8)
+  ids = np.stack([rng.permutation(E)[:k] for _ in range(33)]).astype(np.int32)
+  ids[20:] = ids[20]                                         # a crowd at one expert: no capacity, nothing dropped
+  weights = np.abs(normal(10, 33, k)) + 0.1
+  want = oracle.experts(x.astype(float), *(w[n].astype(float) for n in ("w1", "w3", "w2", "s1", "s3", "s2")), ids, weights.astype(float), limit)
+  w13, s13 = np.concatenate([w["w1"], w["w3"]], 1), np.concatenate([w["s1"], w["s3"]])
+  check("experts", lambda T: (x[:T], w13, w["w2"], s13, w["s2"], ids[:T], weights[:T], limit), [want], 5e-6,
+        rows=ROWS if D == 13 else (1, 33))
+
+@BOTH
+def test_expert_clamps(ops: Any) -> None:
+  """Gates of -50..50 against a limit of 2: only above for the gate, on both sides for the other half."""
+  D, limit = 4, 2.0
+  eye, zero = np.eye(D, dtype=np.float32), np.zeros((D, D), np.float32)
+  x = np.array([[-50, -3, 3, 50]], np.float32)
+  act = lambda g: g / (1 + np.exp(-g))
+  gate, up = np.minimum(x.astype(float), limit), x.clip(-limit, limit).astype(float)
+  one = lambda a: np.concatenate(a)[None]
+  shared = run(ops, "experts", x, one([zero, zero]), zero[None], np.concatenate([eye, eye]), eye, ints(0)[None], np.ones((1, 1), np.float32), limit)
+  routed = run(ops, "experts", x, one([eye, eye]), eye[None], np.concatenate([zero, zero]), zero, ints(0)[None], np.full((1, 1), 3, np.float32), limit)
+  close(shared[0], act(gate) * up, 1e-6)
+  close(routed[0], 3 * act(gate) * up, 1e-6)
+
+# ------------------------------------------------------------------------------------------------ choice of a token
+@BOTH
+def test_argmax(ops: Any) -> None:
+  x = normal(1, 12, 37)
+  x[0, [3, 9]] = x[1, [0, 36]] = 50                          # of equals the lowest
+  x[2] = -7
+  x[3, 36] = 99
+  x[4, :] = -np.inf
+  x[5, 4] = np.nan
+  x[6, 4] = np.inf
+  x[7, :36] = -np.inf
+  x[8] = -3e38
+  x[9, 0], x[9, 1] = np.nan, np.inf
+  x[10] = np.nan
+  got = run(ops, "argmax", x)[0]
+  assert got.tolist() == [3, 0, 0, 36, -1, -1, -1, 36, 0, -1, -1, int(x[11].argmax())]
+
+FILTERS = [(1.0, 1.0, 0, 0.0), (0.7, 1.0, 0, 0.0), (1.5, 0.9, 0, 0.0), (1.0, 0.5, 0, 0.0), (1.0, 1e-6, 0, 0.0), (1.0, 1.0, 1, 0.0), (1.0, 1.0, 3, 0.0),
+           (1.0, 1.0, 9, 0.0), (1.0, 1.0, 1000, 0.0), (1.0, 1.0, 0, 0.2), (1.0, 1.0, 0, 1.0), (2.0, 0.8, 5, 0.1), (100.0, 1.0, 0, 0.0), (1e-3, 1.0, 0, 0.0),
+           (0.5, 0.95, 4, 0.05)]
+LOGITS = np.array([2.0, -1.0, 0.5, 2.0, 1.0, -np.inf, 1.0, 0.0, -30.0], np.float32)  # equals at the top and at most cuts
+
+def settings(temperature: float, top_p: float, top_k: int, min_p: float) -> Array:
+  return np.array([temperature, top_p, top_k, min_p], np.float32)
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_sample_follows_the_filtered_softmax(filters: tuple[float, float, int, float]) -> None:
+  """20,480 draws with fixed seeds: nothing outside the filters, and a chi-square that chance exceeds once in 10^5."""
+  law = oracle.filtered_softmax(LOGITS, *filters)
+  rows, counts = np.repeat(LOGITS[None], 512, 0), np.zeros(len(LOGITS))
+  for i in range(40): counts += np.bincount(run(cpu, "sample", rows, settings(*filters), ints(i, -i), ints(1000 * i))[0], minlength=len(LOGITS))
+  expected = law * counts.sum()
+  assert counts.sum() == 20480 and (counts[law == 0] == 0).all()
+  often = expected > 5
+  chi = ((counts - expected)[often] ** 2 / expected[often]).sum()
+  assert chi <= {0: 1e-9, 1: 19.5, 2: 23.0, 3: 25.9, 4: 28.5, 5: 30.9, 6: 33.1, 7: 35.3}[int(often.sum()) - 1]
+  assert counts[~often].sum() <= expected[~often].sum() + 10
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_sample_gives_the_same_token_in_both(filters: tuple[float, float, int, float]) -> None:
+  rows = np.repeat(LOGITS[None], 64, 0)
+  for seed, pos in (((0, 0), 0), ((-1, 2 ** 31 - 1), 5), ((12345, -7), 1_000_000)):
+    got = [run(ops, "sample", rows, settings(*filters), ints(*seed), ints(pos))[0] for ops in (cpu, twin)]
+    assert (got[0] == got[1]).all()
+
+@pytest.mark.parametrize("filters", [(1.0, 1.0, 0, 0.0), (0.8, 0.9, 20, 0.01)], ids=str)
+def test_sample_in_both_over_random_rows(filters: tuple[float, float, int, float]) -> None:
+  x = normal(1, 33, 203, scale=3)
+  check("sample", lambda T: (x[:T], settings(*filters), ints(9, 9), ints(77)), [run(twin, "sample", x, settings(*filters), ints(9, 9), ints(77))[0]],
+        rows=(1, 5, 33))
+
+@BOTH
+def test_sample_depends_on_seed_and_position_only(ops: Any) -> None:
+  """Row t at position p draws what row 0 draws at p+t; another seed draws otherwise."""
+  rows = np.repeat(normal(1, 1, 50), 8, 0)
+  draw = lambda x, seed, pos: run(ops, "sample", x, settings(1, 1, 0, 0), ints(*seed), ints(pos))[0].tolist()
+  eight = draw(rows, (3, 4), 100)
+  assert draw(rows, (3, 4), 100) == eight and len(set(eight)) > 2
+  assert [draw(rows, (3, 4), 100 + t)[0] for t in range(8)] == eight
+  assert draw(rows, (4, 4), 100) != eight and draw(rows, (3, 5), 100) != eight and draw(rows, (4, 3), 100) != eight
+  rows[1:] = normal(2, 7, 50)
+  assert draw(rows, (3, 4), 100)[0] == eight[0]
+
+@BOTH
+def test_sample_cuts(ops: Any) -> None:
+  """The edge values, on rows where one draw shows the cut: what may come out in 64 draws is exactly what is left in."""
+  flat, steps = np.zeros(4, np.float32), np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
+  def left(x: Array, *filters: Any) -> set[int]:
+    return set(run(ops, "sample", np.repeat(x[None], 64, 0), settings(*filters), ints(1, 2), ints(0))[0].tolist())
+  assert left(flat, 1, 1, 0, 0) == left(flat, 1, 0.5, 0, 0) == left(flat, 1, 1, 1, 0) == left(flat, 1, 1, 0, 1) == {0, 1, 2, 3}  # equals stay
+  assert left(steps, 1, 1, 1, 0) == left(steps, 1, 0.4, 0, 0) == left(steps, 1, 1, 0, 0.6) == left(steps, 1, 1, 0, 1) == {0}
+  assert left(steps, 1, 0.6, 0, 0) == left(steps, 1, 1, 2, 0) == left(steps, 1, 1, 0, 0.4) == {0, 1}
+  assert left(steps, 1, 0.8, 0, 0) == left(steps, 1, 1, 3, 0) == left(steps, 1, 1, 4, 0) == left(steps, 1, 1, 5, 0) == {0, 1, 2, 3}
+  assert left(steps, 1, 0.7, 2, 0) == {0, 1} and left(steps, 1, 0.6, 2, 0) == {0}  # 0.5 is two thirds of what top_k leaves
+  assert left(steps, 4, 0.6, 0, 0) == {0, 1, 2, 3} and left(steps, 0.25, 0.6, 0, 0) == {0}  # temperature comes first
+
+@BOTH
+def test_sample_of_sick_rows(ops: Any) -> None:
+  x = normal(1, 6, 20)
+  x[0, 3], x[1, 19], x[2], x[3, 1:] = np.nan, np.inf, -np.inf, -np.inf
+  x[4] = -3e38
+  for temperature in (0.0, 1.0):
+    got = run(ops, "sample", x, settings(temperature, 0.9, 5, 0.01), ints(1, 2), ints(0))[0]
+    assert got[:4].tolist() == [-1, -1, -1, 0] and (got[4:] >= 0).all()
+
+@BOTH
+def test_sample_at_temperature_0_is_argmax(ops: Any) -> None:
+  x = normal(1, 16, 50)
+  assert (run(ops, "sample", x, settings(0, 0.1, 3, 0.5), ints(1, 2), ints(0))[0] == x.argmax(1)).all()
