@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, TinyJit
 from tinygrad.device import Buffer
+from tinygrad.helpers import Context
 
-from specgrad import lowering_cache
+from specgrad import cpu_graph, lowering_cache
 from specgrad.checkpoint import Checkpoint
 from specgrad.models.deepseek_v4 import MAX_ROWS, Cache, Target
 from specgrad.models.dspark import DSpark
@@ -117,6 +118,7 @@ class Engine:
 
   def __post_init__(self) -> None:
     lowering_cache.install()                               # before the first kernel
+    cpu_graph.install(self.device)
     config = self.config = self.checkpoint.config
     limit = config.max_position_embeddings
     if self.max_context is None: self.max_context = min(limit, 131072)
@@ -158,7 +160,8 @@ class Engine:
       jit = self.graphs[name, *key] = TinyJit(build)
       jit.cnt = 1
       self.progress("compile", 0, 1)
-      try: out = jit()
+      try:
+        with Context(JIT_BATCH_SIZE=0): out = jit()        # all of it as one graph
       except BaseException:
         del self.graphs[name, *key]
         raise
