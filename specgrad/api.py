@@ -144,16 +144,17 @@ def demo_path() -> Path:
   """The folder of the checkpoint that ships with the package."""
   return Path(__file__).parent / "demo"
 
-def load(path: str | Path | None = None, *, numerics: str = "reference", devices: Sequence[str] = ("CPU",),
+def load(path: str | Path | None = None, *, numerics: str = "w4a8", devices: Sequence[str] = ("CPU",),
          draft: str | Path = "auto", max_context: int | None = None, progress: Progress | None = None) -> Model:
   """Loads the checkpoint in folder `path` (none: the demonstration checkpoint), original or Hugging Face names.
 
   draft: "auto" takes the checkpoint's own DSpark stages if there are any, "none" decodes plainly, "ngram" looks up what
   followed before, and a folder is a smaller checkpoint with the same vocabulary that drafts token by token.
-  numerics "reference" computes in float32 with dequantised weights. Everything is checked before anything is allocated.
+  numerics "w4a8" keeps weights and caches in their 4 and 8 bits and rounds activations as the official code does;
+  "reference" computes in float32 with dequantised weights. Everything is checked before anything is allocated.
   `progress` is called with (stage, done, total) for the stages load, compile, prefill.
   Raises ConfigError, CheckpointError, TokenizerError, ValueError, each with one line that says what was wanted."""
-  if numerics != "reference": raise ValueError(f"load: numerics={numerics!r}, want 'reference'")
+  if numerics not in ("w4a8", "reference"): raise ValueError(f"load: numerics={numerics!r}, want 'w4a8' or 'reference'")
   devices = (devices,) if isinstance(devices, str) else tuple(devices)
   if len(devices) != 1: raise ValueError(f"load: devices={','.join(devices) or 'none'}, want one. Several devices are not supported yet")
   folder = Path(path) if path is not None else demo_path()
@@ -163,4 +164,4 @@ def load(path: str | Path | None = None, *, numerics: str = "reference", devices
     raise ValueError(f"{folder.name}: tokenizer.json has {tokenizer.n_vocab} ids, want at most vocab_size={checkpoint.config.vocab_size}. "
                      "It belongs to another checkpoint")
   silent: Progress = lambda stage, done, total: None
-  return Model(Engine(checkpoint, devices[0], max_context, str(draft), progress or silent), tokenizer)
+  return Model(Engine(checkpoint, devices[0], max_context, numerics == "w4a8", str(draft), progress or silent), tokenizer)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, TinyJit
-from tinygrad.device import Buffer
+from tinygrad.device import Buffer, Device
 from tinygrad.helpers import Context
 
 from specgrad import cpu_graph, lowering_cache
@@ -99,6 +99,13 @@ class Stats:
     if self.reused_tokens: parts.append(f"{self.reused_tokens} of {self.prompt_tokens} prompt tokens reused")
     return ", ".join(parts)
 
+def open_device(name: str) -> None:
+  """Raises ValueError if tinygrad can't compute on it; what it raises itself depends on the kind of device."""
+  if name.split(":")[0] in ("DISK", "NULL", "NPY", "TINYFS"): raise ValueError(f"device {name}: it computes nothing")
+  try: Device[name]
+  except (AttributeError, ImportError, OSError, RuntimeError, AssertionError, ExceptionGroup) as e:
+    raise ValueError(f"device {name}: {' '.join(str(e).split()) or type(e).__name__}, want one that tinygrad can open here") from e
+
 def put(tensor: Tensor, values: np.ndarray) -> None:
   """Overwrites a device buffer from the host. values: the tensor's dtype and size."""
   data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
@@ -111,6 +118,7 @@ class Engine:
   checkpoint: Checkpoint
   device: str = "CPU"
   max_context: int | None = None
+  w4a8: bool = True                                        # weights in their stored formats, values rounded as officially
   draft_choice: str = "auto"                               # "auto", "none", "ngram", or the folder of a smaller checkpoint
   progress: Progress = lambda stage, done, total: None
   held: list[int] = field(default_factory=list)
@@ -118,6 +126,7 @@ class Engine:
 
   def __post_init__(self) -> None:
     lowering_cache.install()                               # before the first kernel
+    open_device(self.device)
     cpu_graph.install(self.device)
     config = self.config = self.checkpoint.config
     limit = config.max_position_embeddings
@@ -135,13 +144,15 @@ class Engine:
       nonlocal done
       done += n
       self.progress("load", done, total)
-    weights = [dict(stream(ck, self.device, read, prefix)) for ck, prefix in wanted]
-    self.target = Target(config, weights[0])
-    self.cache = Cache(config, self.max_context, self.device)
+    weights = [dict(stream(ck, self.device, read, prefix, packed=self.w4a8)) for ck, prefix in wanted]
+    self.target = Target(config, weights[0], self.w4a8)
+    self.cache = Cache(config, self.max_context, self.device, self.w4a8)
     self.draft: Drafter | None = None
     if own: self.draft = DSpark(self.target, weights[1])
     if choice == "ngram": self.draft = NgramDraft(self.max_context + MAX_ROWS, self.device)
-    if small: self.draft = SmallDraft(Target(small.config, weights[1]), Cache(small.config, self.max_context, self.device))
+    if small:
+      cache = Cache(small.config, self.max_context, self.device, self.w4a8)
+      self.draft = SmallDraft(Target(small.config, weights[1], self.w4a8), cache)
     V, make = config.vocab_size, lambda dtype, *shape: Tensor(np.zeros(shape, dtype), device=self.device).clone().realize()
     self.rows = {n: make(np.int32, n) for n in ROWS}
     self.state = State(make(np.int32, 1), make(np.int32, 1), make(np.int32, 2), make(np.float32, 4), make(np.float32, 3),
@@ -159,8 +170,8 @@ class Engine:
     if (jit := self.graphs.get((name, *key))) is None:
       jit = self.graphs[name, *key] = TinyJit(build)
       jit.cnt = 1
-      self.progress("compile", 0, 1)
       try:
+        self.progress("compile", 0, 1)
         with Context(JIT_BATCH_SIZE=0): out = jit()        # all of it as one graph
       except BaseException:
         del self.graphs[name, *key]
@@ -242,7 +253,7 @@ class Engine:
     one_hot = isinstance(self.draft, NgramDraft)
     rule = "greedy" if sampling.temperature <= 0 else "coupled" if coupled or one_hot or not depth else "rejection"
     label = Label("exact" if rule != "coupled" or not coupled else "coupled", {"coupled": "equal"}.get(rule, rule),
-                  "none" if not depth else "realised" if rule == "rejection" else "one-hot", depth, "reference")
+                  "none" if not depth else "realised" if rule == "rejection" else "one-hot", depth, "w4a8" if self.w4a8 else "reference")
     return Plan(rule, depth, width, 0, sampling.penalised), label
 
   def arm(self, ids: Sequence[int], sampling: Sampling) -> None:

@@ -96,7 +96,7 @@ def load(args: argparse.Namespace, device: str, progress: Progress) -> Model:
                      "checkpoint comes from, or use the Python API, which takes token ids")
   try:
     model = specgrad.load(folder, numerics=NUMERICS, devices=(device,), max_context=args.max_context, progress=progress)
-  except (AttributeError, ImportError, RuntimeError, ExceptionGroup) as error:
+  except (AttributeError, ImportError, OSError, RuntimeError, ExceptionGroup) as error:
     if device == "CPU": raise
     raise ValueError(f"device {device} can't be used: {error}") from error
   assert model.tokenizer is not None

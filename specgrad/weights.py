@@ -1,14 +1,18 @@
-"""From a checked checkpoint to tensors on a device: dequantised, stacked as the model wants them, one buffer at a time."""
+"""From a checked checkpoint to tensors on a device, stacked as the model wants them, one buffer at a time."""
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from tinygrad import Tensor
 
-from specgrad.checkpoint import Checkpoint, load_f32
+from specgrad.checkpoint import Checkpoint, e8m0_codes, expected_tensors, load_f32
 from specgrad.models.deepseek_v4 import FUSED
+from specgrad.quant.twin import Weight
 
 TARGET = ("embed.", "head.", "norm.", "hc_head_", "layers.")
 DRAFT = ("mtp.",)
+MATRICES = ("linear", "expert")                            # kinds of expected_tensors that products are made with
+HALF = ("embed.weight", "head.weight", "gate.weight", "wkv_wgate.weight", "weights_proj.weight", "markov_w1.weight",
+        "markov_w2.weight", "proj.weight")                 # matrices that are never quantised
 
 def groups(checkpoint: Checkpoint, prefix: tuple[str, ...]) -> dict[str, list[str]]:
   """Name of each tensor that the model holds -> the official names whose rows are stacked in it, in order.
@@ -29,25 +33,36 @@ def stacked(path: list[str]) -> bool:
   """Only a compressor's wkv and an expert's w1, w3 are stacked; an attention's wkv stands alone."""
   return path[-3:-2] in (["compressor"], ["experts"], ["shared_experts"])
 
-def stream(checkpoint: Checkpoint, device: str, done: Callable[[int], None] = lambda n: None,
-           prefix: tuple[str, ...] = TARGET) -> Iterator[tuple[str, Tensor]]:
-  """(name, float32 tensor on `device`) for every tensor whose official name begins with one of `prefix`. `done` is told
-  the bytes read since its last call.
+def stored(checkpoint: Checkpoint, name: str) -> tuple[str, np.ndarray, np.ndarray | None]:
+  """A matrix as quant.twin.Weight holds it: kind, data, scales. The format is read from the file's header."""
+  dtype, scale = checkpoint.tensors[name].dtype, checkpoint.scale_name(name)
+  if dtype == "BF16": return "BF16", checkpoint.read(name), None
+  if scale is None: return "F32", load_f32(checkpoint, name), None
+  data, codes = checkpoint.read(name), e8m0_codes(checkpoint.read(scale), checkpoint.tensors[scale].dtype, scale)
+  if dtype == "F8_E4M3": return "FP8", data, np.repeat(codes, 128, axis=0)[:data.shape[0]]
+  return "FP4", data, codes
 
-  The host holds one tensor at a time: an expert stack, at worst."""
+def stream(checkpoint: Checkpoint, device: str, done: Callable[[int], None] = lambda n: None, prefix: tuple[str, ...] = TARGET,
+           packed: bool = False) -> Iterator[tuple[str, Weight | Tensor]]:
+  """(name, tensor or matrix on `device`) for every tensor whose official name begins with one of `prefix`. `done` is told
+  the bytes read since its last call. packed: matrices keep the checkpoint's bytes; else all is float32.
+
+  The host holds one stack at a time: a layer's experts, at worst."""
+  kinds = {name: e.kind for name, e in expected_tensors(checkpoint.config).items()}
   for held, names in groups(checkpoint, prefix).items():
     if held.endswith("tid2eid"):
-      table = checkpoint.read(held).astype(np.int32)
       done(checkpoint.tensors[held].nbytes)
-      yield held, Tensor(table, device=device).contiguous().realize()
+      yield held, Tensor(checkpoint.read(held).astype(np.int32), device=device).clone().realize()
       continue
-    first = load_f32(checkpoint, names[0])
-    experts = checkpoint.config.n_routed_experts if ".experts." in held else 1
-    value = np.empty((experts, len(names) // experts * first.shape[0], *first.shape[1:]), first.dtype)
-    rows = value.reshape(-1, *first.shape[1:])
-    for i, name in enumerate(names):
-      rows[i * first.shape[0]:(i + 1) * first.shape[0]] = first if i == 0 else load_f32(checkpoint, name)
-      scale = checkpoint.scale_name(name)
-      done(checkpoint.tensors[name].nbytes + (checkpoint.tensors[scale].nbytes if scale else 0))
-    value = value if ".experts." in held else value[0]
-    yield held, Tensor(value, device=device).contiguous().realize()
+    matrix = packed and (kinds[names[0]] in MATRICES or held.endswith(HALF))
+    parts = [stored(checkpoint, n) if matrix else ("F32", load_f32(checkpoint, n), None) for n in names]
+    if len({kind for kind, *_ in parts}) > 1: parts = [("F32", load_f32(checkpoint, n), None) for n in names]  # holds any mix
+    experts = checkpoint.config.n_routed_experts if ".experts." in held else 0
+    tensors = []
+    for column in ([data for _, data, _ in parts], [scale for *_, scale in parts if scale is not None]):
+      if not column: continue
+      value = np.concatenate(column) if len(column) > 1 else column[0]
+      if experts: value = value.reshape(experts, value.shape[0] // experts, *value.shape[1:])
+      tensors.append(Tensor(value, device=device).clone().realize())
+    done(sum(checkpoint.tensors[n].nbytes for name in names for n in (name, checkpoint.scale_name(name)) if n))
+    yield held, Weight(parts[0][0], *tensors) if matrix else tensors[0]

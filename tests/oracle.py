@@ -1,7 +1,7 @@
 """A second opinion on the model's maths: numpy in float64, whole sequences at once, no caches, nothing of the package.
 
-Written from the model's description alone. Angles are float32 products of position and frequency, as in the official code;
-everything else is as exact as float64 makes it."""
+Written from the model's description alone. Frequencies and angles are float32, as in the official code; everything else is as
+exact as float64 makes it."""
 from __future__ import annotations
 
 import math
@@ -18,15 +18,19 @@ def sigmoid(x: Array) -> Array: return 0.5 * (1 + np.tanh(x / 2))
 
 # ------------------------------------------------------------------------------------------------ rotary embedding
 def frequencies(dim: int, theta: float, yarn: dict[str, float] | None = None) -> Array:
-  """(dim/2,) in float32. yarn: the keys of config.json's rope_scaling."""
-  f = theta ** (-np.arange(0, dim, 2) / dim)
+  """float32 (dim/2,), rounded after each operation as the official code does: one unit in the last place is 6e-4 of a turn at
+  position 65,535. yarn: the keys of config.json's rope_scaling."""
+  one = np.float32(1)
+  f = one / np.power(float(theta), np.arange(0, dim, 2) / dim).astype(np.float32)
   if yarn:
     edge = [dim * math.log(yarn["original_max_position_embeddings"] / (2 * math.pi * yarn[b])) / (2 * math.log(theta))
             for b in ("beta_fast", "beta_slow")]
     low, high = max(math.floor(edge[0]), 0), min(math.ceil(edge[1]), dim - 1)
-    slow = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
-    f = f * (1 - slow) + f / yarn["factor"] * slow
-  return f.astype(np.float32)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / np.float32(max(high - low, 1e-3)), 0, 1)
+    smooth = one - ramp
+    f = f / np.float32(yarn["factor"]) * (one - smooth) + f * smooth
+  assert f.dtype == np.float32
+  return f
 
 def turns(positions: Array, freqs: Array) -> Array:
   """-> complex (n, r/2): e^(i * position * frequency)."""
@@ -186,3 +190,11 @@ def filtered_softmax(logits: Array, temperature: float, top_p: float, top_k: int
     w = np.where(above < top_p * w.sum(), w, 0)
   w = np.where(w >= min_p, w, 0)
   return w / w.sum()
+
+def attend_block(q: Array, before: Array, block: Array, sink: Array, freqs: Array, positions: Array) -> Array:
+  """(T, H, d): every row sees `before` and the whole block."""
+  rows, out = np.concatenate([before, block]), np.zeros(q.shape)
+  for t in range(len(q)):
+    e = np.exp(q[t] @ rows.T / math.sqrt(q.shape[2]))
+    out[t] = e @ rows / (e.sum(1) + np.exp(sink))[:, None]
+  return rotate(out, turns(positions, freqs).conj())

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -11,27 +12,47 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from safetensors.numpy import load_file
-from tinygrad import Tensor
+from tinygrad import Tensor, TinyJit
 
-from specgrad.models import deepseek_v4
+import specgrad
+from specgrad.engine import put
 from specgrad.models.rope import frequencies
 from specgrad.quant import cpu, operations, twin
 
 Array = np.ndarray
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 33)                    # the fast kernels tile rows by 4, so every rest occurs
 OPS = ("embed", "rope_table", "rms_norm", "hc_pre", "hc_post", "hc_head", "linear", "experts", "head_rope", "kv_write",
-       "compress", "index_topk", "attend", "route", "argmax", "sample")
+       "compress", "index_topk", "attend", "route", "argmax", "probs", "uniforms", "pick", "markov", "kv_rows", "attend_block")
 BOTH = pytest.mark.parametrize("ops", [cpu, twin], ids=["cpu", "twin"])
+
+class Captured:
+  """Operations on fixed buffers, captured once for each shape and replayed: what users run, and far faster than eager."""
+  def __init__(self) -> None: self.graphs: dict[Any, tuple[list[Any], TinyJit]] = {}
+
+  def __call__(self, key: Any, held: Callable[[], list[Any]], build: Callable[..., Any], values: Sequence[Any]) -> tuple[Tensor, ...]:
+    if key not in self.graphs:
+      made = held()
+      self.graphs[key] = made, TinyJit(lambda: listed(build(*made)))
+      self.graphs[key][1].cnt = 1                          # nothing in it needs a warm-up
+    made, jit = self.graphs[key]
+    for t, v in zip(made, values):
+      if isinstance(v, np.ndarray): put(t, v)
+    return jit()
+
+def listed(out: Any) -> tuple[Tensor, ...]:
+  out = out if isinstance(out, tuple) else (out,)
+  Tensor.realize(*out)
+  return out
+
+CAPTURED = Captured()
 
 def tensor(a: Any) -> Any: return Tensor(a).clone().realize() if isinstance(a, np.ndarray) else a
 
 def run(ops: Any, name: str, *args: Any) -> tuple[Array, ...]:
-  """Arrays become device buffers of their own; what an operation writes in place is among its results."""
-  out = getattr(ops, name)(*map(tensor, args))
-  out = out if isinstance(out, tuple) else (out,)
-  Tensor.realize(*out)
-  return tuple(t.numpy() for t in out)
+  """Arrays become device buffers; what an operation writes in place is among its results."""
+  assert not any(isinstance(a, np.ndarray) and a.dtype.itemsize == 8 for a in args)
+  key = (ops.__name__, name, *((a.shape, a.dtype.str) if isinstance(a, np.ndarray) else a for a in args))
+  return tuple(t.numpy().copy() for t in CAPTURED(key, lambda: list(map(tensor, args)), getattr(ops, name), args))
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> Array:
   return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
@@ -63,14 +84,14 @@ def functions(module: Any) -> set[str]:
   return {n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and not n.startswith("_")}
 
 def test_same_names_and_signatures() -> None:
-  assert functions(cpu) & functions(twin) == set(OPS)
-  assert functions(cpu) - set(OPS) == {"source", "run", "as_buffer", "new"}
+  assert functions(cpu) & functions(twin) == set(OPS) - {"uniforms"}
+  assert cpu.uniforms is twin.uniforms
   for name in OPS:
     assert inspect.signature(getattr(cpu, name)) == inspect.signature(getattr(twin, name)), name
 
 def test_every_operation_of_the_model_is_here() -> None:
-  used = set(re.findall(r"\bops\.(\w+)", inspect.getsource(deepseek_v4))) | {"rope_table", "argmax", "sample"}
-  assert used == set(OPS)
+  code = [p.read_text() for p in Path(specgrad.__file__).parent.rglob("*.py")]
+  assert {name for text in code for name in re.findall(r"\bops\.(\w+)", text)} == set(OPS)
 
 def test_who_computes_where() -> None:
   assert operations("CPU") is operations("CPU:1") is cpu
@@ -99,7 +120,7 @@ def test_linear_keeps_a_sick_row_to_itself() -> None:
 
 @pytest.mark.parametrize("D", [1, 7, 40, 256])
 def test_rms_norm(D: int) -> None:
-  x, norm = normal(1, 33, D) * np.float32(10) ** np.arange(-6, 27).reshape(33, 1).clip(-6, 6), normal(2, D)
+  x, norm = normal(1, 33, D) * (10.0 ** np.arange(-6, 27).clip(-6, 6)).astype(np.float32)[:, None], normal(2, D)
   check("rms_norm", lambda T: (x[:T], norm, 1e-6), [oracle.rms(x.astype(float), 1e-6) * norm])
 
 @BOTH
@@ -121,23 +142,22 @@ def test_rope_table(stride: int) -> None:
   for pos in POSITIONS:
     for n in (1, 33):
       want = oracle.rope_table((pos // stride + np.arange(n)) * stride, freqs)
-      for ops in (cpu, twin):
+      for ops, bound in ((cpu, 1e-7), (twin, 2e-6)):
         got = run(ops, "rope_table", freqs, ints(pos), n, stride)[0]
-        assert got.shape == want.shape and np.abs(got - want).max() <= 5e-7, (pos, ops)
+        assert got.shape == want.shape and np.abs(got - want).max() <= bound, (pos, ops)
 
 @pytest.mark.parametrize("kind, theta, yarn", [("sliding", 10000, None), ("compress", 160000, (16, 65536, 32, 1))])
 def test_rope_angles_of_the_real_model(shared: Path, kind: str, theta: float, yarn: Any) -> None:
-  units = load_file_f32(shared)
+  units = unit_vectors(shared)
   freqs = np.array(frequencies(64, theta, yarn), np.float32)
   for i, pos in enumerate(units["rope.positions"].tolist()):
-    for ops in (cpu, twin):
+    for ops, bound in ((cpu, 1e-6), (twin, 3e-6)):
       got = run(ops, "rope_table", freqs, ints(pos), 1)[0][0]
-      assert np.abs(got[:, 0] - units[f"rope.{kind}.cos"][i]).max() <= 2e-6, pos
-      assert np.abs(got[:, 1] - units[f"rope.{kind}.sin"][i]).max() <= 2e-6, pos
+      assert np.abs(got[:, 0] - units[f"rope.{kind}.cos"][i]).max() <= bound, pos
+      assert np.abs(got[:, 1] - units[f"rope.{kind}.sin"][i]).max() <= bound, pos
 
-def load_file_f32(shared: Path) -> dict[str, Array]:
+def unit_vectors(shared: Path) -> dict[str, Array]:
   """The unit vectors that numpy can hold: safetensors' own loader stops at float8."""
-  import json
   blob = (shared / "golden" / "units" / "units.safetensors").read_bytes()
   base = 8 + int.from_bytes(blob[:8], "little")
   kinds = {"F32": np.float32, "I32": np.int32}
@@ -148,7 +168,7 @@ def load_file_f32(shared: Path) -> dict[str, Array]:
 def test_frequencies(theta: float, yarn: Any) -> None:
   keys = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
   want = oracle.frequencies(64, theta, dict(zip(keys, yarn)) if yarn else None)
-  assert np.allclose(frequencies(64, theta, yarn), want, rtol=1e-7, atol=0)
+  assert (np.array(frequencies(64, theta, yarn), np.float32) == want).all()
   if yarn == (16, 65536, 32, 1):                           # values from the description of the real model
     known = {0: 1, 1: 0.68765604, 15: 3.6355385e-3, 16: 2.2656249e-3, 20: 2.9697779e-4, 25: 5.3723124e-6, 31: 5.6805294e-7}
     for i, f in known.items(): assert math.isclose(frequencies(64, theta, yarn)[i], f, rel_tol=1e-7)
@@ -193,7 +213,7 @@ def test_hc_eps_shows() -> None:
 def test_sinkhorn_units(shared: Path, ops: Any) -> None:
   """The official split of 24 mixes. The mixes are handed in as fn times a one-hot row of mean square 1; eps=3 halves
   every mix and lets `pre` be read off the norm behind it, one stream at a time."""
-  u, S, D, eps = load_file_f32(shared), 4, 16, 3.0
+  u, S, D, eps = unit_vectors(shared), 4, 16, 3.0
   mixes = u["sinkhorn.mixes"]
   n = len(mixes)
   for s in range(S):
@@ -226,7 +246,7 @@ def test_hc_post(S: int, D: int) -> None:
 def test_hc_head(S: int, D: int) -> None:
   h, fn, scale, base, norm = normal(1, 33, S, D), normal(2, S, S * D), normal(3, 1), normal(4, S), normal(5, D)
   want = oracle.hc_head(*(a.astype(float) for a in (h, fn, scale, base, norm)), 1e-3, 1e-6)
-  check("hc_head", lambda T: (h[:T], fn, scale, base, norm, 1e-3, 1e-6), want, 3e-6)
+  check("hc_head", lambda T: (h[:T], fn, scale, base, norm, 1e-3, 1e-6), want, 1e-5)
 
 # ------------------------------------------------------------------------------------------------ window ring
 @BOTH
@@ -246,74 +266,75 @@ def test_kv_write(ops: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------ compressor
 class Stream:
-  """A compressor fed in chunks, as the model feeds it: ring and entries start as NaN, position by position in place."""
+  """A compressor fed in chunks, as the model feeds it: ring and entries start as NaN and are written in place."""
   def __init__(self, ops: Any, ratio: int, overlap: bool, d: int, n: int, most: int):
     self.ops, self.ratio, self.d = ops, ratio, d
     w = d * (1 + overlap)
     self.proj, self.ape, self.norm, self.freqs = normal(1, n, 2 * w, scale=2), normal(2, ratio, w), normal(3, d), normal(4, 2)
-    self.want = oracle.compress(*(a.astype(float) for a in (self.proj[:, :w], self.proj[:, w:], self.ape, self.norm)), self.freqs, 1e-6)
     blocks = -(-((1 + overlap) * ratio + most) // ratio)
-    self.ring, self.entries = (tensor(np.full(s, np.nan, np.float32)) for s in ((blocks * ratio, 2 * w), ((n + most) // ratio + 2, d)))
+    self.ring, self.entries = (tensor(np.zeros(s, np.float32)) for s in ((blocks * ratio, 2 * w), ((n + most) // ratio + 2, d)))
     self.weights = [tensor(a) for a in (self.ape, self.norm)]
+    self.graphs = Captured()
+    self.reset()
+
+  def reset(self) -> None:
+    for t in (self.ring, self.entries): put(t, np.full(t.shape, np.nan, np.float32))
+    w = self.ape.shape[1]
+    self.want = oracle.compress(*(a.astype(float) for a in (self.proj[:, :w], self.proj[:, w:], self.ape, self.norm)), self.freqs, 1e-6)
 
   def feed(self, rows: Array, pos: int) -> None:
     at = (pos // self.ratio + np.arange(-(-len(rows) // self.ratio))) * self.ratio
-    Tensor.realize(*self.ops.compress(self.ring, self.entries, tensor(rows), *self.weights, tensor(oracle.rope_table(at, self.freqs)),
-                                      tensor(ints(pos)), 1e-6))
+    values = rows, oracle.rope_table(at, self.freqs), ints(pos)
+    build = lambda rows, rope, pos: self.ops.compress(self.ring, self.entries, rows, *self.weights, rope, pos, 1e-6)
+    self.graphs(len(rows), lambda: list(map(tensor, values)), build, values)
+
+  def all(self, sizes: Sequence[int], seed: int = 0) -> None:
+    """Everything, in random chunks of these sizes and single rows for the rest, checked after each one."""
+    rng, p, n = np.random.default_rng(seed), 0, len(self.proj)
+    self.reset()
+    while p < n:
+      T = int(rng.choice(sizes))
+      if p + T > n: T = 1
+      self.feed(self.proj[p:p + T], p)
+      p += T
+      self.check(p)
 
   def check(self, n: int) -> None:
-    done = n // self.ratio
-    if done: close(self.entries.numpy()[:done], self.want[:done], 3e-6)
-
-COMPRESSORS = pytest.mark.parametrize("ratio, overlap, d, n", [(4, True, 6, 70), (2, True, 5, 40), (2, False, 33, 40), (16, False, 8, 100),
-                                                                (128, False, 5, 300)])
+    if done := n // self.ratio: close(self.entries.numpy()[:done], self.want[:done], 3e-6)
 
 @BOTH
-@COMPRESSORS
-def test_compress_in_any_chunks(ops: Any, ratio: int, overlap: bool, d: int, n: int) -> None:
-  sizes = [1, 5, 2 * ratio] if ops is twin or ratio == 128 else [1, 2, 3, 5, 7, ratio, 2 * ratio + 1]
-  for size in [*sizes, None]:
-    rng, s, p = np.random.default_rng(5), Stream(ops, ratio, overlap, d, n, max(sizes)), 0
-    while p < n:
-      T = min(size or int(rng.choice(sizes)), n - p)
-      if T not in sizes: T = 1
-      s.feed(s.proj[p:p + T], p)
-      p += T
-      s.check(p)
-
-@BOTH
-@COMPRESSORS
-def test_compress_forgets_rejected_rows(ops: Any, ratio: int, overlap: bool, d: int, n: int) -> None:
-  """At every position: one row that counts and rows of junk that do not."""
-  s = Stream(ops, ratio, overlap, d, n, 6)
+@pytest.mark.parametrize("ratio, overlap, d, n", [(4, True, 6, 70), (2, True, 5, 40), (2, False, 33, 40), (16, False, 8, 100), (128, False, 5, 300)])
+def test_compress(ops: Any, ratio: int, overlap: bool, d: int, n: int) -> None:
+  """In any chunks, then with one row that counts and five of junk at every position."""
+  sizes = [1, 6, ratio + 1] if ops is twin else [1, 2, 3, 6, 7, ratio, ratio + 1, 2 * ratio + 3]
+  s = Stream(ops, ratio, overlap, d, n, max(sizes))
+  for some in ([1], [6], [ratio + 1], [1, 6], sizes, sizes): s.all(some, seed=len(some))
+  s.reset()
   for p in range(n):
     junk = normal(p, 5, s.proj.shape[1], scale=9)
     if p % 3 == 0: junk[1:] = np.nan
     s.feed(np.concatenate([s.proj[p:p + 1], junk]), p)
     s.check(p + 1)
 
-def test_compress_gives_the_same_bits_in_any_chunks() -> None:
-  for ratio, overlap in ((4, True), (16, False)):
-    made = []
-    for size in (1, 5, 33):
-      s, p = Stream(cpu, ratio, overlap, 8, 66, 33), 0
-      while p < 66:
-        T = size if p + size <= 66 else 1
-        s.feed(s.proj[p:p + T], p)
-        p += T
-      made.append(s.entries.numpy()[:66 // ratio].tobytes())
-    assert made[0] == made[1] == made[2]
+@pytest.mark.parametrize("ratio, overlap", [(4, True), (16, False)])
+def test_compress_gives_the_same_bits_in_any_chunks(ratio: int, overlap: bool) -> None:
+  s, made = Stream(cpu, ratio, overlap, 8, 66, 33), []
+  for size in (1, 5, 33):
+    s.all([size])
+    made.append(s.entries.numpy()[:66 // ratio].tobytes())
+  assert made[0] == made[1] == made[2]
 
 @BOTH
 def test_compress_with_extreme_gates(ops: Any) -> None:
-  """One gate towers above the rest: its row is the entry, and nothing overflows."""
+  """One gate towers above the rest: its row is the entry. Where all are far below zero, nothing underflows."""
   s = Stream(ops, 4, True, 6, 12, 6)
-  s.proj[:, 12:] = -3e4
-  s.proj[[1, 5, 6], 12:] = 3e4
-  want = oracle.compress(s.proj[:, :12].astype(float), s.proj[:, 12:].astype(float), s.ape, s.norm, s.freqs, 1e-6)
-  s.feed(s.proj[:6], 0)
-  s.feed(s.proj[6:], 6)
-  close(s.entries.numpy()[:3], want, 3e-6)
+  s.ape = np.round(s.ape * 64) / 64                        # so that float32 holds gate + ape exactly
+  s.weights[0] = tensor(s.ape)
+  s.proj[:, 12:] = -4096
+  s.proj[[1, 5, 6], 12:] = 4096
+  s.reset()
+  for p in (0, 6): s.feed(s.proj[p:p + 6], p)
+  s.check(12)
 
 # ------------------------------------------------------------------------------------------------ indexer
 @pytest.mark.parametrize("H, D, ratio, k, n", [(8, 16, 4, 4, 40), (3, 13, 4, 7, 40), (2, 8, 16, 1, 12), (8, 16, 4, 64, 40), (1, 33, 2, 16, 90)])
@@ -321,7 +342,7 @@ def test_index_topk(H: int, D: int, ratio: int, k: int, n: int) -> None:
   q, weight = normal(1, 33, H, D), normal(3, 33, H)
   some = ROWS if H == 8 and k == 4 else (1, 33)
   for pos in (0, ratio - 1, ratio * k - 1, ratio * n - 33):
-    if pos < 0: continue
+    if pos < 0 or (pos + 33) // ratio > n: continue
     p = pos + np.arange(33)
     known = max((pos + 33) // ratio, 1)
     keys = np.full((n + 3, D), np.nan, np.float32)           # what no row may see yet is NaN
@@ -405,7 +426,7 @@ def test_attend_sink(ops: Any, sink: float) -> None:
   p = 20 + np.arange(3)
   want = oracle.attend(q.astype(float), kv, entries[:5].astype(float), oracle.finished(p, 4, 5), s.astype(float), normal(4, 2), p, window)
   if sink < 1000: close(got, want, 3e-6)
-  else: assert (got == 0).all()
+  else: assert np.abs(got).max() <= 1e-30
 
 def uniform(ops: Any, T: int, pos: int, window: int, n: int, ratio: int) -> list[tuple[set[int], set[int]]]:
   """Which window positions and which entries each row sees: with equal scores and one-hot rows the output says so."""
@@ -421,7 +442,7 @@ def uniform(ops: Any, T: int, pos: int, window: int, n: int, ratio: int) -> list
 @BOTH
 def test_visible_rows_are_the_official_ones(shared: Path, ops: Any) -> None:
   """units hold DeepSeek's own index lists: positions of the window, entries behind an offset, -1 for none."""
-  u, rows = load_file_f32(shared), lambda a, o=0: [set((r[r >= 0] - o).tolist()) for r in a]
+  u, rows = unit_vectors(shared), lambda a, o=0: [set((r[r >= 0] - o).tolist()) for r in a]
   for n in (5, 13): assert [w for w, _ in uniform(ops, n, 0, 8, 0, 1)] == rows(u[f"window_idx.w8.s{n}.p0"])
   for p in (3, 7, 21):                                      # one row of a ring of 8, where slot p mod 8 holds p
     assert [{q % 8 for q in w} for w, _ in uniform(ops, 1, p, 8, 0, 1)] == rows(u[f"window_idx.w8.s1.p{p}"])
@@ -458,7 +479,7 @@ def test_route_scores_over_the_whole_range(ops: Any) -> None:
   ids, weights = run(ops, "route", z, np.array([1e3, 0], np.float32), None, np.zeros(401, np.int32), 2, 1.0)
   assert (ids == [0, 1]).all()
   got, score = weights[:, 0].astype(float) / weights[:, 1], np.sqrt(np.logaddexp(0, z.astype(float)))
-  assert np.abs(got / (score[:, 0] / score[:, 1]) - 1).max() <= 1e-6
+  assert np.abs(got / (score[:, 0] / score[:, 1]) - 1).max() <= (3e-6 if ops is twin else 3e-7)
 
 @BOTH
 def test_route_with_very_large_logits(ops: Any) -> None:
@@ -515,59 +536,37 @@ def test_argmax(ops: Any) -> None:
   got = run(ops, "argmax", x)[0]
   assert got.tolist() == [3, 0, 0, 36, -1, -1, -1, 36, 0, -1, -1, int(x[11].argmax())]
 
-FILTERS = [(1.0, 1.0, 0, 0.0), (0.7, 1.0, 0, 0.0), (1.5, 0.9, 0, 0.0), (1.0, 0.5, 0, 0.0), (1.0, 1e-6, 0, 0.0), (1.0, 1.0, 1, 0.0), (1.0, 1.0, 3, 0.0),
-           (1.0, 1.0, 9, 0.0), (1.0, 1.0, 1000, 0.0), (1.0, 1.0, 0, 0.2), (1.0, 1.0, 0, 1.0), (2.0, 0.8, 5, 0.1), (100.0, 1.0, 0, 0.0), (1e-3, 1.0, 0, 0.0),
-           (0.5, 0.95, 4, 0.05)]
-LOGITS = np.array([2.0, -1.0, 0.5, 2.0, 1.0, -np.inf, 1.0, 0.0, -30.0], np.float32)  # equals at the top and at most cuts
+FILTERS = [(1.0, 1.0, 0, 0.0), (0.7, 1.0, 0, 0.0), (1.5, 0.9, 0, 0.0), (1.0, 0.5, 0, 0.0), (1.0, 1e-6, 0, 0.0), (1.0, 1.0, 1, 0.0),
+           (1.0, 1.0, 3, 0.0), (1.0, 1.0, 9, 0.0), (1.0, 1.0, 1000, 0.0), (1.0, 1.0, 0, 0.2), (1.0, 1.0, 0, 1.0), (2.0, 0.8, 5, 0.1),
+           (100.0, 1.0, 0, 0.0), (1e-3, 1.0, 0, 0.0), (0.5, 0.95, 4, 0.05)]
+LOGITS = np.array([2.0, -1.0, 0.5, 2.0, 1.0, -np.inf, 1.0, 0.0, -30.0], np.float32) # equals at the top and at most cuts
 
 def settings(temperature: float, top_p: float, top_k: int, min_p: float) -> Array:
   return np.array([temperature, top_p, top_k, min_p], np.float32)
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_sample_follows_the_filtered_softmax(filters: tuple[float, float, int, float]) -> None:
-  """20,480 draws with fixed seeds: nothing outside the filters, and a chi-square that chance exceeds once in 10^5."""
-  law = oracle.filtered_softmax(LOGITS, *filters)
-  rows, counts = np.repeat(LOGITS[None], 512, 0), np.zeros(len(LOGITS))
-  for i in range(40): counts += np.bincount(run(cpu, "sample", rows, settings(*filters), ints(i, -i), ints(1000 * i))[0], minlength=len(LOGITS))
-  expected = law * counts.sum()
-  assert counts.sum() == 20480 and (counts[law == 0] == 0).all()
-  often = expected > 5
-  chi = ((counts - expected)[often] ** 2 / expected[often]).sum()
-  assert chi <= {0: 1e-9, 1: 19.5, 2: 23.0, 3: 25.9, 4: 28.5, 5: 30.9, 6: 33.1, 7: 35.3}[int(often.sum()) - 1]
-  assert counts[~often].sum() <= expected[~often].sum() + 10
+def test_probs_is_the_filtered_softmax(filters: tuple[float, float, int, float]) -> None:
+  rows = np.concatenate([LOGITS[None], normal(1, 32, len(LOGITS), scale=3)])
+  rows[5] = 1.5
+  rows[6, 3:] = -np.inf
+  rows[7] *= 1e4
+  want = np.stack([oracle.filtered_softmax(r, *filters) for r in rows])
+  for ops in (cpu, twin):
+    got = run(ops, "probs", rows, settings(*filters))[0]
+    assert ((got > 0) == (want > 0))[want > 1e-30].all() and (got[want == 0] == 0).all()
+    close(got, want, 3e-6 if filters[0] > 0.01 else 3e-4)
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_sample_gives_the_same_token_in_both(filters: tuple[float, float, int, float]) -> None:
-  rows = np.repeat(LOGITS[None], 64, 0)
-  for seed, pos in (((0, 0), 0), ((-1, 2 ** 31 - 1), 5), ((12345, -7), 1_000_000)):
-    got = [run(ops, "sample", rows, settings(*filters), ints(*seed), ints(pos))[0] for ops in (cpu, twin)]
-    assert (got[0] == got[1]).all()
-
-@pytest.mark.parametrize("filters", [(1.0, 1.0, 0, 0.0), (0.8, 0.9, 20, 0.01)], ids=str)
-def test_sample_in_both_over_random_rows(filters: tuple[float, float, int, float]) -> None:
+def test_probs_of_many() -> None:
   x = normal(1, 33, 203, scale=3)
-  check("sample", lambda T: (x[:T], settings(*filters), ints(9, 9), ints(77)), [run(twin, "sample", x, settings(*filters), ints(9, 9), ints(77))[0]],
-        rows=(1, 5, 33))
+  want = np.stack([oracle.filtered_softmax(r, 0.8, 0.9, 20, 0.01) for r in x])
+  check("probs", lambda T: (x[:T], settings(0.8, 0.9, 20, 0.01)), [want], rows=(1, 5, 33))
 
 @BOTH
-def test_sample_depends_on_seed_and_position_only(ops: Any) -> None:
-  """Row t at position p draws what row 0 draws at p+t; another seed draws otherwise."""
-  rows = np.repeat(normal(1, 1, 50), 8, 0)
-  draw = lambda x, seed, pos: run(ops, "sample", x, settings(1, 1, 0, 0), ints(*seed), ints(pos))[0].tolist()
-  eight = draw(rows, (3, 4), 100)
-  assert draw(rows, (3, 4), 100) == eight and len(set(eight)) > 2
-  assert [draw(rows, (3, 4), 100 + t)[0] for t in range(8)] == eight
-  assert draw(rows, (4, 4), 100) != eight and draw(rows, (3, 5), 100) != eight and draw(rows, (4, 3), 100) != eight
-  rows[1:] = normal(2, 7, 50)
-  assert draw(rows, (3, 4), 100)[0] == eight[0]
-
-@BOTH
-def test_sample_cuts(ops: Any) -> None:
-  """The edge values, on rows where one draw shows the cut: what may come out in 64 draws is exactly what is left in."""
+def test_probs_cuts(ops: Any) -> None:
+  """The edge values: which tokens are left in."""
   flat, steps = np.zeros(4, np.float32), np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
-  def left(x: Array, *filters: Any) -> set[int]:
-    return set(run(ops, "sample", np.repeat(x[None], 64, 0), settings(*filters), ints(1, 2), ints(0))[0].tolist())
-  assert left(flat, 1, 1, 0, 0) == left(flat, 1, 0.5, 0, 0) == left(flat, 1, 1, 1, 0) == left(flat, 1, 1, 0, 1) == {0, 1, 2, 3}  # equals stay
+  def left(x: Array, *filters: Any) -> set[int]: return set(np.flatnonzero(run(ops, "probs", x[None], settings(*filters))[0]).tolist())
+  for f in ((1, 1, 0, 0), (1, 0.5, 0, 0), (1, 1, 1, 0), (1, 1, 0, 1)): assert left(flat, *f) == {0, 1, 2, 3}  # equals stay
   assert left(steps, 1, 1, 1, 0) == left(steps, 1, 0.4, 0, 0) == left(steps, 1, 1, 0, 0.6) == left(steps, 1, 1, 0, 1) == {0}
   assert left(steps, 1, 0.6, 0, 0) == left(steps, 1, 1, 2, 0) == left(steps, 1, 1, 0, 0.4) == {0, 1}
   assert left(steps, 1, 0.8, 0, 0) == left(steps, 1, 1, 3, 0) == left(steps, 1, 1, 4, 0) == left(steps, 1, 1, 5, 0) == {0, 1, 2, 3}
@@ -575,15 +574,96 @@ def test_sample_cuts(ops: Any) -> None:
   assert left(steps, 4, 0.6, 0, 0) == {0, 1, 2, 3} and left(steps, 0.25, 0.6, 0, 0) == {0}  # temperature comes first
 
 @BOTH
-def test_sample_of_sick_rows(ops: Any) -> None:
+def test_sick_rows_give_no_token(ops: Any) -> None:
   x = normal(1, 6, 20)
   x[0, 3], x[1, 19], x[2], x[3, 1:] = np.nan, np.inf, -np.inf, -np.inf
   x[4] = -3e38
-  for temperature in (0.0, 1.0):
-    got = run(ops, "sample", x, settings(temperature, 0.9, 5, 0.01), ints(1, 2), ints(0))[0]
-    assert got[:4].tolist() == [-1, -1, -1, 0] and (got[4:] >= 0).all()
+  law = run(ops, "probs", x, settings(1, 0.9, 5, 0.01))[0]
+  assert np.isnan(law[:3]).all() and np.isfinite(law[3:]).all()
+  got = run(ops, "pick", law, ints(1, 2), ints(0))[0]
+  assert got[:4].tolist() == [-1, -1, -1, 0] and (got[4:] >= 0).all()
+  assert run(ops, "pick", np.zeros((2, 5), np.float32), ints(1, 2), ints(0))[0].tolist() == [-1, -1]
+
+def drawn(ops: Any, rows: Array, filters: Any, seed: Array, pos: int) -> Array:
+  return run(ops, "pick", run(ops, "probs", rows, settings(*filters))[0], seed, ints(pos))[0]
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_draws_follow_the_filtered_softmax(filters: tuple[float, float, int, float]) -> None:
+  """20,480 draws with fixed seeds: nothing outside the filters, and a chi-square that chance exceeds once in 10^5."""
+  law = oracle.filtered_softmax(LOGITS, *filters)
+  rows, counts = np.repeat(LOGITS[None], 512, 0), np.zeros(len(LOGITS))
+  for i in range(40): counts += np.bincount(drawn(cpu, rows, filters, ints(i, -i), 1000 * i), minlength=len(LOGITS))
+  expected = law * counts.sum()
+  assert counts.sum() == 20480 and (counts[law == 0] == 0).all()
+  often = expected > 5
+  chi = ((counts - expected)[often] ** 2 / expected[often]).sum()
+  assert chi <= [1e-9, 19.5, 23.0, 25.9, 28.5, 30.9, 33.1, 35.3][int(often.sum()) - 1]
+  assert counts[~often].sum() <= expected[~often].sum() + 10
+
+@pytest.mark.parametrize("use, offset", [(0, 0), (1, 3), (2, 0)])
+def test_pick_gives_the_same_token_in_both(use: int, offset: int) -> None:
+  law = run(cpu, "probs", normal(1, 64, 203, scale=2), settings(1, 0.99, 0, 0))[0]
+  for seed, pos in (((0, 0), 0), ((-1, 2 ** 31 - 1), 5), ((12345, -7), 1_000_000)):
+    got = [run(ops, "pick", law, ints(*seed), ints(pos), use, offset)[0] for ops in (cpu, twin)]
+    assert (got[0] == got[1]).all() and len(set(got[0].tolist())) > 20
 
 @BOTH
-def test_sample_at_temperature_0_is_argmax(ops: Any) -> None:
-  x = normal(1, 16, 50)
-  assert (run(ops, "sample", x, settings(0, 0.1, 3, 0.5), ints(1, 2), ints(0))[0] == x.argmax(1)).all()
+def test_pick_depends_on_seed_position_and_use_only(ops: Any) -> None:
+  """Row t at position p draws what row 0 draws at p+t; another seed or use draws otherwise."""
+  rows = np.repeat(np.exp(normal(1, 1, 50)), 8, 0)
+  draw = lambda x, seed, pos, *use: run(ops, "pick", x, ints(*seed), ints(pos), *use)[0].tolist()
+  eight = draw(rows, (3, 4), 100)
+  assert draw(rows, (3, 4), 100) == draw(rows * 7, (3, 4), 100) == eight and len(set(eight)) > 2
+  assert [draw(rows, (3, 4), 100 + t)[0] for t in range(8)] == draw(rows, (3, 4), 97, 0, 3) == eight
+  for seed in ((4, 4), (3, 5), (4, 3)): assert draw(rows, seed, 100) != eight
+  assert draw(rows, (3, 4), 100, 1) != eight
+  rows[1:] = np.exp(normal(2, 7, 50))
+  assert draw(rows, (3, 4), 100)[0] == eight[0]
+
+def test_uniforms() -> None:
+  """Inside (0, 1), even, uncorrelated between uses and neighbouring seeds, and a function of the absolute position."""
+  u = [run(twin, "uniforms", ints(s, 9), ints(0), 4096, use)[0].astype(float) for s, use in ((1, 0), (1, 1), (2, 0))]
+  for x in u:
+    assert x.min() > 0 and x.max() < 1
+    assert np.abs(np.sort(x) - (np.arange(4096) + 0.5) / 4096).max() <= 0.035  # Kolmogorov-Smirnov, once in 10^4
+    assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) <= 0.07
+  for a, b in ((0, 1), (0, 2), (1, 2)): assert abs(np.corrcoef(u[a], u[b])[0, 1]) <= 0.07
+  assert (run(twin, "uniforms", ints(1, 9), ints(100), 5, 0)[0] == u[0][100:105]).all()
+
+# ------------------------------------------------------------------------------------------------ block draft
+def test_markov() -> None:
+  base, w1, w2 = normal(1, 3, 21), normal(2, 21, 9), normal(3, 21, 9)
+  for ops in (cpu, twin):
+    for row, token in ((0, 0), (2, 20), (1, 7)):
+      close(run(ops, "markov", base, row, w1, w2, ints(token))[0], (base[row] + w2.astype(float) @ w1[token])[None], 2e-6)
+
+def test_kv_rows() -> None:
+  kv, norm, freqs, p = normal(1, 33, 10), normal(2, 10), normal(3, 2), 50 + np.arange(33)
+  rope = oracle.rope_table(p, freqs)
+  want = oracle.rotate(oracle.rms(kv.astype(float), 1e-6) * norm, oracle.turns(p, freqs))
+  check("kv_rows", lambda T: (kv[:T], norm, rope[:T], 1e-6), [want], rows=(1, 5, 33))
+
+@BOTH
+@pytest.mark.parametrize("pos", [0, 1, 3, 8, 20, 21, 1000])
+def test_attend_block(ops: Any, pos: int) -> None:
+  """Window of 8 in a ring of 21; slots that are no position of the window are NaN."""
+  q, before, block, sink, freqs = normal(1, 5, 2, 12), normal(2, 8, 12), normal(3, 5, 12), normal(4, 2), normal(5, 2)
+  p, ring = np.arange(max(pos - 8, 0), pos), np.full((21, 12), np.nan, np.float32)
+  ring[p % 21] = before[:len(p)]
+  at = pos + np.arange(5)
+  want = oracle.attend_block(q.astype(float), before[:len(p)].astype(float), block.astype(float), sink.astype(float), freqs, at)
+  close(run(ops, "attend_block", q, ring, block, sink, oracle.rope_table(at, freqs), ints(pos), 8)[0], want, 3e-6)
+
+@BOTH
+def test_attend_block_sees_what_the_official_draft_sees(shared: Path, ops: Any) -> None:
+  """units hold DeepSeek's own index lists for a window of 8: slots of the ring, then the five of the block, -1 for none.
+  Every position's row is the one-hot vector of its slot in a ring of 8, or of 8 + its place in the block."""
+  u, eye = unit_vectors(shared), np.eye(16, dtype=np.float32)
+  for p in (2, 7, 20):                                     # the last position that the target has processed
+    ring = np.zeros((16, 16), np.float32)
+    for i in range(p + 1): ring[i % 16] = eye[i % 8]
+    out = run(ops, "attend_block", np.zeros((5, 1, 16), np.float32), ring, eye[8:13], np.full(1, -np.inf, np.float32),
+              oracle.rope_table(np.zeros(5), np.zeros(1, np.float32)), ints(p + 1), 8)[0][:, 0]
+    want = u[f"dspark_idx.w8.p{p}"]
+    first = want.max() - 4                                 # where the block begins in the official list
+    assert [set(np.flatnonzero(o).tolist()) for o in out] == [{int(i if i < first else i - first + 8) for i in r if i >= 0} for r in want]

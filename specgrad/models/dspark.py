@@ -11,7 +11,8 @@ from typing import Any
 
 from tinygrad import Tensor, dtypes
 
-from specgrad.models.deepseek_v4 import MAX_ROWS, Observe, Target, block, buffer, round_up, tree
+from specgrad.models.deepseek_v4 import MAX_ROWS, Observe, Target, block, round_up, rows, tree
+from specgrad.quant.twin import Weight, as_weight, floats
 
 Choose = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]  # logits (1, V), row -> token (1,), its law (1, V) or none
 
@@ -25,13 +26,13 @@ class Draft:
 
 class DSpark:
   """Stages, their rings, and the target whose embedding and head they share. The rings hold only what `commit` wrote."""
-  def __init__(self, target: Target, weights: Mapping[str, Tensor]):
+  def __init__(self, target: Target, weights: Mapping[str, Weight | Tensor]):
     assert target.config.dspark is not None
     self.config, self.target, self.ops, self.device = target.config, target, target.ops, target.device
     self.settings, self.stages = target.config.dspark, tree(weights).mtp
     self.depth_limit, self.tap_layers = self.settings.dspark_block_size, self.settings.dspark_target_layer_ids
     ring = round_up(self.config.sliding_window + MAX_ROWS, 32)
-    self.rings = [buffer(self.device, ring, self.config.head_dim) for _ in self.stages]
+    self.rings = [rows(self.device, ring, self.config, target.w4a8) for _ in self.stages]
 
   def context(self, taps: Tensor) -> Tensor:
     """float32 (T, n*D) -> the context rows (T, D), the same for every stage."""
@@ -53,7 +54,7 @@ class DSpark:
     q = ops.head_rope(ops.linear(a, w.wq_b.weight), rope, c.num_attention_heads, eps)
     kv = ops.kv_rows(ops.linear(x, w.wkv.weight), w.kv_norm.weight, rope, eps)
     o = ops.attend_block(q, ring, kv, w.attn_sink, rope, pos, c.sliding_window)
-    return ops.linear(ops.linear(o.reshape(o.shape[0], -1), w.wo_a.weight, c.o_groups), w.wo_b.weight), []
+    return ops.linear(ops.linear(o.reshape(o.shape[0], -1), w.wo_a.weight, c.o_groups, quantise=False), w.wo_b.weight), []
 
   def propose(self, anchor: Tensor, pos: Tensor, depth: int, choose: Choose, context: int = 0,
               observe: Observe | None = None) -> Draft:
@@ -70,15 +71,15 @@ class DSpark:
       h = block(self, stage, h, ids, functools.partial(self.attention, stage.attn, ring, rope, pos))[0].realize()
       if observe: observe(f"mtp{i}.out", h)
     y, x = ops.hc_head(h, last.hc_head_fn, last.hc_head_scale, last.hc_head_base, last.norm.weight, c.hc_eps, c.rms_norm_eps)
-    base = ops.linear(x, self.target.w.head.weight)
+    base = ops.linear(x, self.target.w.head.weight, rounded=False)
     if observe: observe("hc_head", y.realize()), observe("final_norm", x.realize()), observe("base_logits", base.realize())
     w1, w2 = last.markov_head.markov_w1.weight, last.markov_head.markov_w2.weight
-    before, rows, laws = [anchor], [], []
+    before, logits, laws = [anchor], [], []
     for i in range(depth):
-      rows.append(ops.markov(base, i, w1, w2, before[-1]))
-      token, law = choose(rows[-1], i)
+      logits.append(ops.markov(base, i, w1, w2, before[-1]))
+      token, law = choose(logits[-1], i)
       before.append(token)
       laws += [law] if law is not None else []
-    e = w1[Tensor.cat(*before[:-1]).maximum(0)]
-    confidence = (y.cat(e, dim=1) @ last.confidence_head.proj.weight.T).reshape(-1)
-    return Draft(Tensor.cat(*before[1:]).contiguous(), Tensor.cat(*laws).contiguous() if laws else None, Tensor.cat(*rows), confidence)
+    e = floats(as_weight(w1)._replace(data=as_weight(w1).data[Tensor.cat(*before[:-1]).maximum(0)]))
+    confidence = (y.cat(e, dim=1) @ floats(last.confidence_head.proj.weight).T).reshape(-1)
+    return Draft(Tensor.cat(*before[1:]).contiguous(), Tensor.cat(*laws).contiguous() if laws else None, Tensor.cat(*logits), confidence)

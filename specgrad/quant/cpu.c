@@ -1,6 +1,14 @@
-// The float32 kernels of specgrad/quant/cpu.py, one per section, on portable vector types (AVX2, NEON, SSE alike).
+// The kernels of specgrad/quant/cpu.py, one per section, on portable vector types (AVX-512, AVX2, NEON, SSE alike).
 // Sizes arrive as macros, positions by pointer. No libc: exp, log1p, sine and cosine are here.
 // No output row depends on how many rows a call has: every sum has its own fixed order.
+// W4A8: 1 where values are rounded as the official code does (bfloat16 between operations, e4m3 and e2m1 in caches and in
+// front of quantised products), 0 for float32 throughout.
+#ifndef W4A8
+#define W4A8 0
+#endif
+#ifndef HADAMARD
+#define HADAMARD 0.0f                                       // n^-1/2 for an indexer's n channels
+#endif
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -50,48 +58,113 @@ static inline void sincos_(float angle, float* sn, float* cs) {   // in double: 
   *sn = (float)(q & 2 ? -a : a); *cs = (float)((q + 1) & 2 ? -b : b);
 }
 
+// ------------------------------------------------------------------------------------------------ formats
+typedef union { float f; u32 u; } bits;
+static inline float bf16(float x) {                         // to bfloat16, ties to even
+  bits a = { x };
+  if (x != x) return x;
+  a.u = (a.u + 0x7fffu + (a.u >> 16 & 1)) & 0xffff0000u; return a.f;
+}
+static inline float rnd(float x) { return W4A8 ? bf16(x) : x; }
+static inline float pow2(int code) { bits a; a.u = code ? (u32)code << 23 : 1u << 22; return a.f; }      // of an e8m0 code
+static inline int scale_code(float amax, float inverse) {   // e8m0 code of 2^ceil(log2(amax * inverse))
+  bits a = { amax * inverse };
+  return (int)(a.u >> 23) + ((a.u & 0x7fffffu) != 0);
+}
+static inline float amax(const float* x, int n, float least) {
+  for (int i = 0; i < n; i++) { float a = x[i] < 0 ? -x[i] : x[i]; least = a > least ? a : least; }
+  return least;
+}
+static inline u8 to_e4m3(float x) {                         // saturating, ties to even
+  bits a = { x }, b; u32 sign = a.u >> 24 & 0x80; a.u &= 0x7fffffffu;
+  if (a.f != a.f) return 0x7f;
+  if (a.f > 448.0f) a.f = 448.0f;
+  if (a.f < 0x1p-6f) { b.f = a.f * 512.0f + 0x1p23f; return (u8)(sign | (b.u & 0x7fffffu)); }
+  return (u8)(sign | (((a.u + 0x7ffffu + (a.u >> 20 & 1)) >> 20) - (120u << 3)));
+}
+static inline float of_e4m3(u8 c) { bits a; a.u = (u32)(c & 0x80) << 24 | (u32)(c & 0x7f) << 20; return a.f * 0x1p120f; }
+static inline float round_e2m1(float x) {                   // |x| <= 6, ties to the even code
+  float a = x < 0 ? -x : x, r = a > 5 ? 6 : a >= 3.5f ? 4 : a > 2.5f ? 3 : a >= 1.75f ? 2 : a > 1.25f ? 1.5f : a >= 0.75f ? 1 : a > 0.25f ? 0.5f : 0;
+  return x < 0 ? -r : r;
+}
+static inline void act_quant(float* restrict y, const float* restrict x, int n, int group) {       // e4m3 and back
+  for (int g = 0; g < n; g += group) {
+    int m = n - g < group ? n - g : group, c = scale_code(amax(x + g, m, 1e-4f), 1.0f / 448); float s = pow2(c), inv = pow2(254 - c);
+    for (int i = 0; i < m; i++) y[g + i] = of_e4m3(to_e4m3(x[g + i] * inv)) * s;
+  }
+}
+static inline void fp4_quant(float* x, int n) {             // e2m1 in groups of 32 and back
+  for (int g = 0; g < n; g += 32) {
+    int c = scale_code(amax(x + g, 32, 6 * 0x1p-126f), 1.0f / 6); float s = pow2(c), inv = pow2(254 - c);
+    for (int i = 0; i < 32; i++) { float v = x[g + i] * inv; x[g + i] = round_e2m1(v > 6 ? 6 : v < -6 ? -6 : v) * s; }
+  }
+}
+static inline void hadamard(float* x, int n, float norm) {
+  for (int h = 1; h < n; h *= 2)
+    for (int i = 0; i < n; i += 2 * h) for (int j = i; j < i + h; j++) { float a = x[j], b = x[j + h]; x[j] = a + b; x[j + h] = a - b; }
+  for (int i = 0; i < n; i++) x[i] = rnd(x[i] * norm);
+}
+// A cached row of n+r channels: float32, or n e4m3 codes, r bfloat16, one e8m0 code for 64 of the n; padded to 4 bytes.
+#define ROW_BYTES(n, r) (W4A8 ? ((n) + 2 * (r) + ((n) + 63) / 64 + 3) / 4 * 4 : 4 * ((n) + (r)))
+static inline void put_row(u8* row, const float* x, int n, int r) {
+  if (!W4A8) { for (int i = 0; i < n + r; i++) ((float*)row)[i] = x[i]; return; }
+  u8* scale = row + n + 2 * r;
+  for (int g = 0; g < n; g += 64) {
+    int m = n - g < 64 ? n - g : 64, c = scale_code(amax(x + g, m, 1e-4f), 1.0f / 448); float inv = pow2(254 - c);
+    for (int i = 0; i < m; i++) row[g + i] = to_e4m3(x[g + i] * inv);
+    scale[g / 64] = (u8)c;
+  }
+  for (int i = 0; i < r; i++) { bits a = { bf16(x[n + i]) }; row[n + 2 * i] = a.u >> 16 & 255; row[n + 2 * i + 1] = a.u >> 24; }
+}
+static inline void get_row(float* restrict x, const u8* restrict row, int n, int r) {
+  if (!W4A8) { for (int i = 0; i < n + r; i++) x[i] = ((const float*)row)[i]; return; }
+  for (int g = 0; g < n; g += 64) {
+    float s = pow2(row[n + 2 * r + g / 64]);
+    for (int i = g; i < n && i < g + 64; i++) x[i] = of_e4m3(row[i]) * s;
+  }
+  for (int i = 0; i < r; i++) { bits a; a.u = (u32)row[n + 2 * i] << 16 | (u32)row[n + 2 * i + 1] << 24; x[n + i] = a.f; }
+}
+// An indexer's key of n channels: float32, or n/2 bytes of e2m1 pairs (low nibble first) and an e8m0 code for each 32.
+#define KEY_BYTES(n) (W4A8 ? (n) / 2 + (n) / 32 : 4 * (n))
+static inline void put_key(u8* row, float* x, int n) {
+  if (!W4A8) { for (int i = 0; i < n; i++) ((float*)row)[i] = x[i]; return; }
+  hadamard(x, n, HADAMARD);
+  for (int g = 0; g < n; g += 32) {
+    int c = scale_code(amax(x + g, 32, 6 * 0x1p-126f), 1.0f / 6); float inv = pow2(254 - c); row[n / 2 + g / 32] = (u8)c;
+    for (int i = g; i < g + 32; i += 2) {
+      int code[2];
+      for (int b = 0; b < 2; b++) {
+        float v = x[i + b] * inv, a = v < 0 ? -v : v;
+        code[b] = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5) + (v < 0 ? 8 : 0);
+      }
+      row[i / 2] = (u8)(code[0] | code[1] << 4);
+    }
+  }
+}
+static const float E2M1[16] = { 0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6 };
+static inline void get_key(float* restrict x, const u8* restrict row, int n) {
+  if (!W4A8) { for (int i = 0; i < n; i++) x[i] = ((const float*)row)[i]; return; }
+  for (int i = 0; i < n; i += 2) {
+    float s = pow2(row[n / 2 + i / 32]);
+    x[i] = E2M1[row[i / 2] & 15] * s; x[i + 1] = E2M1[row[i / 2] >> 4] * s;
+  }
+}
+
 static inline float rms(const float* x, int n, float eps) { return 1.0f / __builtin_sqrtf(dot(x, x, n) / n + eps); }
 
 static inline void rotate(float* x, const float* table, int r, float sign) {     // adjacent pairs of x[0..r)
   for (int i = 0; i < r / 2; i++) {
     float c = table[2 * i], s = table[2 * i + 1] * sign, a = x[2 * i], b = x[2 * i + 1];
-    x[2 * i] = a * c - b * s; x[2 * i + 1] = a * s + b * c;
+    x[2 * i] = rnd(a * c - b * s); x[2 * i + 1] = rnd(a * s + b * c);
   }
 }
 
-// one block of up to 4 rows of x times 4 rows of w; each product keeps one chain of 8 lanes over k, whatever the block
-static inline void tile(float* out, i64 out_stride, const float* x, i64 x_stride, int rows, const float* w, i64 w_stride, int cols, int k) {
-  v8 acc[4][4]; float tail[4][4]; int i = 0;
-  for (int r = 0; r < 4; r++) for (int c = 0; c < 4; c++) { acc[r][c] = (v8){0}; tail[r][c] = 0; }
-  if (rows == 4 && cols == 4) {
-    for (; i + 8 <= k; i += 8) {
-      v8 a0 = ld(x + i), a1 = ld(x + x_stride + i), a2 = ld(x + 2 * x_stride + i), a3 = ld(x + 3 * x_stride + i);
-      for (int c = 0; c < 4; c++) {
-        v8 b = ld(w + c * w_stride + i);
-        acc[0][c] += a0 * b; acc[1][c] += a1 * b; acc[2][c] += a2 * b; acc[3][c] += a3 * b;
-      }
-    }
-  } else if (rows == 1 && cols == 4) {
-    for (; i + 8 <= k; i += 8) {
-      v8 a = ld(x + i);
-      for (int c = 0; c < 4; c++) acc[0][c] += a * ld(w + c * w_stride + i);
-    }
-  } else {
-    for (; i + 8 <= k; i += 8)
-      for (int r = 0; r < rows; r++) { v8 a = ld(x + r * x_stride + i); for (int c = 0; c < cols; c++) acc[r][c] += a * ld(w + c * w_stride + i); }
+#ifdef KERNEL_embed    // out (T,S,D); table (V,D), ids (T,)
+void NAME(float* restrict out, const void* restrict table, const int* restrict ids) {
+  for (int t = 0; t < T; t++) for (int s = 0; s < S; s++) for (int d = 0; d < D; d++) {
+    i64 i = (i64)ids[t] * D + d;
+    out[((i64)t * S + s) * D + d] = HALF ? ((bits){ .u = (u32)((const unsigned short*)table)[i] << 16 }).f : ((const float*)table)[i];
   }
-  for (; i < k; i++) for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) tail[r][c] += x[r * x_stride + i] * w[c * w_stride + i];
-  for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) out[r * out_stride + c] = hsum(acc[r][c]) + tail[r][c];
-}
-static inline void matmul(float* out, i64 out_stride, const float* x, i64 x_stride, int rows, const float* w, int n, int k) {
-  for (int c = 0; c < n; c += 4)
-    for (int r = 0; r < rows; r += rows - r >= 4 ? 4 : 1)
-      tile(out + r * out_stride + c, out_stride, x + r * x_stride, x_stride, rows - r >= 4 ? 4 : 1, w + (i64)c * k, k, n - c >= 4 ? 4 : n - c, k);
-}
-
-#ifdef KERNEL_embed           // out (T,S,D); table (V,D), ids (T,)
-void NAME(float* restrict out, const float* restrict table, const int* restrict ids) {
-  for (int t = 0; t < T; t++) for (int s = 0; s < S; s++) for (int d = 0; d < D; d++) out[((i64)t * S + s) * D + d] = table[(i64)ids[t] * D + d];
 }
 #endif
 
@@ -132,9 +205,9 @@ void NAME(float* restrict x, float* restrict post, float* restrict comb, const f
       }
     }
     float* y = x + (i64)t * D;
-    for (int d = 0; d < D; d++) { float a = 0; for (int s = 0; s < S; s++) a += pre[s] * v[s * D + d]; y[d] = a; }
+    for (int d = 0; d < D; d++) { float a = 0; for (int s = 0; s < S; s++) a += pre[s] * v[s * D + d]; y[d] = rnd(a); }
     float r = rms(y, D, EPS);
-    for (int d = 0; d < D; d++) y[d] = y[d] * r * norm[d];
+    for (int d = 0; d < D; d++) y[d] = rnd(y[d] * r * norm[d]);
   }
 }
 #endif
@@ -144,7 +217,7 @@ void NAME(float* restrict out, const float* restrict z, const float* restrict h,
   for (int t = 0; t < T; t++) for (int k = 0; k < S; k++) for (int d = 0; d < D; d++) {
     float a = post[t * S + k] * z[(i64)t * D + d];
     for (int j = 0; j < S; j++) a += comb[(t * S + j) * S + k] * h[((i64)t * S + j) * D + d];
-    out[((i64)t * S + k) * D + d] = a;
+    out[((i64)t * S + k) * D + d] = rnd(a);
   }
 }
 #endif
@@ -155,9 +228,9 @@ void NAME(float* restrict y, float* restrict x, const float* restrict h, const f
   for (int t = 0; t < T; t++) {
     const float* v = h + (i64)t * S * D; float pre[S], rho = rms(v, S * D, EPS), *o = y + (i64)t * D;
     for (int i = 0; i < S; i++) pre[i] = sigmoid(dot(fn + (i64)i * S * D, v, S * D) * rho * scale[0] + base[i]) + HC_EPS;
-    for (int d = 0; d < D; d++) { float a = 0; for (int s = 0; s < S; s++) a += pre[s] * v[s * D + d]; o[d] = a; }
+    for (int d = 0; d < D; d++) { float a = 0; for (int s = 0; s < S; s++) a += pre[s] * v[s * D + d]; o[d] = rnd(a); }
     float r = rms(o, D, EPS);
-    for (int d = 0; d < D; d++) x[(i64)t * D + d] = o[d] * r * norm[d];
+    for (int d = 0; d < D; d++) x[(i64)t * D + d] = rnd(o[d] * r * norm[d]);
   }
 }
 #endif
@@ -166,49 +239,154 @@ void NAME(float* restrict y, float* restrict x, const float* restrict h, const f
 void NAME(float* restrict out, const float* restrict x, const float* restrict norm) {
   for (int t = 0; t < T; t++) {
     float r = rms(x + (i64)t * D, D, EPS);
-    for (int d = 0; d < D; d++) out[(i64)t * D + d] = x[(i64)t * D + d] * r * norm[d];
+    for (int d = 0; d < D; d++) out[(i64)t * D + d] = rnd(x[(i64)t * D + d] * r * norm[d]);
   }
 }
 #endif
 
-#ifdef KERNEL_linear          // out (T,G*N); x (T,G*K), w (G*N,K): G independent products
-void NAME(float* restrict out, const float* restrict x, const float* restrict w) {
-  for (int g = 0; g < G; g++) matmul(out + (i64)g * N, (i64)G * N, x + (i64)g * K, (i64)G * K, T, w + (i64)g * N * K, N, K);
+// ------------------------------------------------------------------------------------------------ products with stored weights
+#if defined(KERNEL_linear) || defined(KERNEL_experts)
+enum { F32, BF16, FP8, FP4 };                              // how a weight is stored: its scales are e8m0, one for 128 (FP8) or 32 (FP4) of K
+typedef float v16 __attribute__((vector_size(64), aligned(4)));
+typedef int w16 __attribute__((vector_size(64), aligned(4)));
+typedef u8 b16 __attribute__((vector_size(16), aligned(1)));
+typedef unsigned short h16 __attribute__((vector_size(32), aligned(2)));
+static const v16 E2M1_LANES = { 0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6 };
+static inline float sum16(v16 a) {
+  v8 b; for (int i = 0; i < 8; i++) b[i] = a[i] + a[i + 8];
+  return hsum(b);
+}
+static inline v16 look_up(v16 table, w16 code) {           // table[code & 15] in each lane
+#if defined(__AVX512F__)
+  return __builtin_ia32_permvarsf512(table, code);
+#elif defined(__AVX2__)                                    // eight magnitudes by the low three bits, the sign by the fourth
+  typedef float f8 __attribute__((vector_size(32))); typedef int i8 __attribute__((vector_size(32)));
+  f8 t = __builtin_shufflevector(table, table, 0, 1, 2, 3, 4, 5, 6, 7);
+  i8 lo = __builtin_shufflevector(code, code, 0, 1, 2, 3, 4, 5, 6, 7), hi = __builtin_shufflevector(code, code, 8, 9, 10, 11, 12, 13, 14, 15);
+  f8 a = __builtin_ia32_permvarsf256(t, lo), b = __builtin_ia32_permvarsf256(t, hi);
+  w16 r = (w16)__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return (v16)(r ^ ((code & 8) << 28));
+#else
+  v16 r; for (int i = 0; i < 16; i++) r[i] = table[code[i] & 15];
+  return r;
+#endif
+}
+// 16 weights of one row as floats, scale included; for FP4 the even ones of 32 and then the odd ones
+static inline __attribute__((always_inline)) void weights16(v16* even, v16* odd, int kind, const u8* w, const u8* scale, i64 k) {
+  if (kind == F32) *even = *(const v16*)((const float*)w + k);
+  if (kind == BF16) *even = (v16)(__builtin_convertvector(*(const h16*)((const unsigned short*)w + k), w16) << 16);
+  if (kind == FP8) {
+    w16 c = __builtin_convertvector(*(const b16*)(w + k), w16);
+    *even = (v16)((c & 0x80) << 24 | (c & 0x7f) << 20) * (pow2(scale[k / 128]) * 0x1p120f);
+  }
+  if (kind == FP4) {
+    w16 c = __builtin_convertvector(*(const b16*)(w + k / 2), w16); v16 table = E2M1_LANES * pow2(scale[k / 32]);
+    *even = look_up(table, c); *odd = look_up(table, c >> 4);
+  }
+}
+// `rows` of x times `cols` of w, each product one chain of 16 lanes over k, whatever the block. x of FP4 holds, for each 32 of k,
+// the even ones and then the odd ones. What 16 (32) does not divide is zero in x and is not read from w.
+static inline __attribute__((always_inline)) void product(float* out, i64 stride, const float* x, int rows, int kind, const u8* w,
+                                                          const u8* scale, int cols, i64 k, i64 row_bytes, i64 scales) {
+  v16 acc[8][4]; const int step = kind == FP4 ? 32 : 16; i64 i = 0;
+  for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) acc[r][c] = (v16){0};
+  for (; i + step <= k; i += step) {
+    v16 even[4], odd[4];
+    for (int c = 0; c < cols; c++) weights16(even + c, odd + c, kind, w + c * row_bytes, scale + c * scales, i);
+    for (int r = 0; r < rows; r++) {
+      const float* a = x + r * k + i;
+      for (int c = 0; c < cols; c++) { acc[r][c] += *(const v16*)a * even[c]; if (kind == FP4) acc[r][c] += *(const v16*)(a + 16) * odd[c]; }
+    }
+  }
+  for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) {
+    float t = sum16(acc[r][c]); const u8* wc = w + c * row_bytes; const u8* sc = scale + c * scales;
+    for (i64 j = i; j < k; j++) {
+      float v = kind == F32 ? ((const float*)wc)[j] : kind == BF16 ? ((bits){ .u = (u32)((const unsigned short*)wc)[j] << 16 }).f
+              : of_e4m3(wc[j]) * pow2(sc[j / 128]);
+      t += x[r * k + j] * v;
+    }
+    out[r * stride + c] = t;
+  }
+}
+// out (rows,n) of stride `stride` = x (rows,k) contiguous times w (n,k)
+static inline void stored_matmul(float* out, i64 stride, const float* x, int rows, int kind, const u8* w, const u8* scale, int n, i64 k) {
+  const i64 row_bytes = kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2, scales = kind == FP8 ? (k + 127) / 128 : k / 32;
+  for (int r = 0; r < rows; ) {
+    int m = rows - r >= 6 ? 6 : rows - r; int c = 0;
+#define BLOCKS(M, C) for (; c + C <= n; c += C) product(out + r * stride + c, stride, x + r * k, M, kind, w + c * row_bytes, scale + c * scales, C, k, row_bytes, scales);
+    if (m == 1) { BLOCKS(1, 4) BLOCKS(1, 1) } else if (m == 2) { BLOCKS(2, 2) BLOCKS(2, 1) } else if (m == 3) { BLOCKS(3, 2) BLOCKS(3, 1) }
+    else if (m == 4) { BLOCKS(4, 2) BLOCKS(4, 1) } else if (m == 5) { BLOCKS(5, 2) BLOCKS(5, 1) } else { BLOCKS(6, 2) BLOCKS(6, 1) }
+#undef BLOCKS
+    r += m;
+  }
+}
+// a row as the quantised product wants it: e4m3 and back in groups of 128 if `quantise`, even and odd ones apart for FP4
+static inline void prepare(float* restrict y, const float* restrict x, int k, int kind, int quantise) {
+  float z[K_MOST]; const float* a = x;
+  if (quantise) { act_quant(z, x, k, 128); a = z; }
+  if (kind != FP4) { for (int i = 0; i < k; i++) y[i] = a[i]; return; }
+  for (int g = 0; g < k; g += 32) for (int i = 0; i < 16; i++) { y[g + i] = a[g + 2 * i]; y[g + 16 + i] = a[g + 2 * i + 1]; }
 }
 #endif
 
-#ifdef KERNEL_head_rope       // out (T,H,D); q (T,H,D), rope (T,R/2,2); NORM: rms of every head first, without a weight
+#ifdef KERNEL_linear   // out (T,G*N); x (T,G*K), w (G*N,K) and its scales: G independent products. QUANTISE: x to e4m3 first
+void NAME(float* restrict out, const float* restrict x, const u8* restrict w, const u8* restrict scale) {
+  const i64 row_bytes = KIND == F32 ? 4 * K : KIND == BF16 ? 2 * K : KIND == FP8 ? K : K / 2, scales = KIND == FP8 ? (K + 127) / 128 : K / 32;
+  for (int t = 0; t < T; t += 6) for (int g = 0; g < G; g++) {
+    float y[6 * K]; int rows = T - t < 6 ? T - t : 6;
+    for (int r = 0; r < rows; r++) prepare(y + r * K, x + ((i64)(t + r) * G + g) * K, K, KIND, QUANTISE);
+    stored_matmul(out + (i64)t * G * N + (i64)g * N, (i64)G * N, y, rows, KIND, w + (i64)g * N * row_bytes, scale + (i64)g * N * scales, N, K);
+  }
+  if (ROUND) for (i64 i = 0; i < (i64)T * G * N; i++) out[i] = bf16(out[i]);
+}
+#endif
+
+#ifdef KERNEL_head_rope // out (T,H,D); q (T,H,D), rope (T,R/2,2); NORM: rms of every head first, no weight; INDEX: an indexer's query
 void NAME(float* restrict out, const float* restrict q, const float* restrict rope) {
   for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) {
-    const float* a = q + ((i64)t * H + h) * D; float* o = out + ((i64)t * H + h) * D, r = NORM ? rms(a, D, EPS) : 1.0f;
-    for (int d = 0; d < D; d++) o[d] = a[d] * r;
+    const float* a = q + ((i64)t * H + h) * D; float *o = out + ((i64)t * H + h) * D, r = 1.0f;
+    if (NORM && !W4A8) r = rms(a, D, EPS);
+    if (NORM && W4A8) {                                    // the official order: square, mean, rsqrt, product, each in bfloat16
+      float m = 0; for (int d = 0; d < D; d++) m += bf16(a[d] * a[d]);
+      r = bf16(1.0f / __builtin_sqrtf(bf16(bf16(m / D) + EPS)));
+    }
+    for (int d = 0; d < D; d++) o[d] = rnd(a[d] * r);
     rotate(o + D - R, rope + (i64)t * R, R, 1);
+    if (INDEX && W4A8) { hadamard(o, D, HADAMARD); fp4_quant(o, D); }
   }
 }
 #endif
 
-#ifdef KERNEL_kv_write        // ring (RING,D) in place; kv (T,D), norm (D,), rope (T,R/2,2), pos (1,)
-void NAME(float* restrict ring, const float* restrict kv, const float* restrict norm, const float* restrict rope, const int* restrict pos) {
+#if defined(KERNEL_kv_write) || defined(KERNEL_kv_rows)
+static inline void kv_row(float* o, const float* restrict kv, const float* restrict norm, const float* restrict rope) {
+  float r = rms(kv, D, EPS);
+  for (int d = 0; d < D; d++) o[d] = rnd(kv[d] * r * norm[d]);
+  rotate(o + D - R, rope, R, 1);
+}
+#endif
+
+#ifdef KERNEL_kv_write // ring (RING,row) in place; kv (T,D), norm (D,), rope (T,R/2,2), pos (1,)
+void NAME(u8* restrict ring, const float* restrict kv, const float* restrict norm, const float* restrict rope, const int* restrict pos) {
   for (int t = 0; t < T; t++) {
-    float *o = ring + (i64)((pos[0] + t) % RING) * D, r = rms(kv + (i64)t * D, D, EPS);
-    for (int d = 0; d < D; d++) o[d] = kv[(i64)t * D + d] * r * norm[d];
-    rotate(o + D - R, rope + (i64)t * R, R, 1);
+    float o[D];
+    kv_row(o, kv + (i64)t * D, norm, rope + (i64)t * R);
+    put_row(ring + (i64)((pos[0] + t) % RING) * ROW_BYTES(D - R, R), o, D - R, R);
   }
 }
 #endif
 
-#ifdef KERNEL_kv_rows  // out (T,D); kv (T,D), norm (D,), rope (T,R/2,2)
+#ifdef KERNEL_kv_rows  // out (T,D) as kv_write would cache it; kv (T,D), norm (D,), rope (T,R/2,2)
 void NAME(float* restrict out, const float* restrict kv, const float* restrict norm, const float* restrict rope) {
   for (int t = 0; t < T; t++) {
-    float *o = out + (i64)t * D, r = rms(kv + (i64)t * D, D, EPS);
-    for (int d = 0; d < D; d++) o[d] = kv[(i64)t * D + d] * r * norm[d];
-    rotate(o + D - R, rope + (i64)t * R, R, 1);
+    float* o = out + (i64)t * D;
+    kv_row(o, kv + (i64)t * D, norm, rope + (i64)t * R);
+    if (W4A8) act_quant(o, o, D - R, 64);
   }
 }
 #endif
 
-#ifdef KERNEL_compress        // ring (RING,2W), entries (C,D) in place; proj (T,2W), ape (RATIO,W), norm (D,), rope (n,R/2,2), pos (1,)
-void NAME(float* restrict ring, float* restrict entries, const float* restrict proj, const float* restrict ape, const float* restrict norm,
+#ifdef KERNEL_compress        // ring (RING,2W), entries (C,row or key) in place; proj (T,2W), ape (RATIO,W), norm (D,), rope (n,R/2,2), pos (1,)
+void NAME(float* restrict ring, u8* restrict entries, const float* restrict proj, const float* restrict ape, const float* restrict norm,
           const float* restrict rope, const int* restrict pos) {
   const int p0 = pos[0], W = OVERLAP ? 2 * D : D;
   for (int t = 0; t < T; t++) {
@@ -216,7 +394,7 @@ void NAME(float* restrict ring, float* restrict entries, const float* restrict p
     for (int c = 0; c < W; c++) { o[c] = a[c]; o[W + c] = a[W + c] + b[c]; }
   }
   for (int j = p0 / RATIO; (j + 1) * RATIO <= p0 + T; j++) {
-    float top[D], sum[D], *o = entries + (i64)j * D; const int first = OVERLAP && j ? -RATIO : 0;
+    float top[D], sum[D], o[D]; const int first = OVERLAP && j ? -RATIO : 0;
     for (int c = 0; c < D; c++) { top[c] = -INF; sum[c] = 0; o[c] = 0; }
     for (int i = first; i < RATIO; i++) {
       const float* g = ring + (i64)((j * RATIO + i) % RING) * 2 * W + W + (OVERLAP && i >= 0 ? D : 0);
@@ -226,26 +404,29 @@ void NAME(float* restrict ring, float* restrict entries, const float* restrict p
       const float *k = ring + (i64)((j * RATIO + i) % RING) * 2 * W + (OVERLAP && i >= 0 ? D : 0), *g = k + W;
       for (int c = 0; c < D; c++) { float e = expf_(g[c] - top[c]); sum[c] += e; o[c] += e * k[c]; }
     }
-    for (int c = 0; c < D; c++) o[c] /= sum[c];
+    for (int c = 0; c < D; c++) o[c] = rnd(o[c] / sum[c]);
     float r = rms(o, D, EPS);
-    for (int c = 0; c < D; c++) o[c] = o[c] * r * norm[c];
+    for (int c = 0; c < D; c++) o[c] = rnd(o[c] * r * norm[c]);
     rotate(o + D - R, rope + (i64)(j - p0 / RATIO) * R, R, 1);
+    if (INDEX) put_key(entries + (i64)j * KEY_BYTES(D), o, D); else put_row(entries + (i64)j * ROW_BYTES(D - R, R), o, D - R, R);
   }
 }
 #endif
 
-#ifdef KERNEL_index_topk      // out (T,N) bytes; q (T,H,D), keys (C,D), weight (T,H), pos (1,): the TOPK best of the visible entries
+#ifdef KERNEL_index_topk      // out (T,N) bytes; q (T,H,D), keys (C,key), weight (T,H), pos (1,): the TOPK best of the visible entries
 static inline u32 key(float f) { union { float f; u32 u; } a = { f + 0.0f }; return a.u & 0x80000000u ? ~a.u : a.u | 0x80000000u; }
-void NAME(u8* restrict out, const float* restrict q, const float* restrict keys, const float* restrict weight, const int* restrict pos) {
+void NAME(u8* restrict out, const float* restrict q, const u8* restrict keys, const float* restrict weight, const int* restrict pos) {
   for (int t = 0; t < T; t++) {
     int n = (pos[0] + t + 1) / RATIO, left = TOPK; u32 s[N], prefix = 0; u8* o = out + (i64)t * N;
     if (n > N) n = N;
     for (int j = 0; j < N; j++) o[j] = j < n;
     if (n <= TOPK) continue;
+    float w[H]; for (int h = 0; h < H; h++) w[h] = rnd(weight[t * H + h] * SCALE);
     for (int j = 0; j < n; j++) {
-      float a = 0;
-      for (int h = 0; h < H; h++) { float x = dot(q + ((i64)t * H + h) * D, keys + (i64)j * D, D); a += (x > 0 ? x : 0) * (weight[t * H + h] * SCALE); }
-      s[j] = key(a);
+      float a = 0, k[D];
+      get_key(k, keys + (i64)j * KEY_BYTES(D), D);
+      for (int h = 0; h < H; h++) { float x = rnd(dot(q + ((i64)t * H + h) * D, k, D)); a += rnd((x > 0 ? x : 0) * w[h]); }
+      s[j] = key(rnd(a));
     }
     for (int shift = 24; shift >= 0; shift -= 8) {         // radix select: the key of the last one chosen, a byte at a time
       int count[256]; for (int b = 0; b < 256; b++) count[b] = 0;
@@ -260,48 +441,61 @@ void NAME(u8* restrict out, const float* restrict q, const float* restrict keys,
 #endif
 
 #if defined(KERNEL_attend) || defined(KERNEL_attend_block)
-// o (D,) = softmax over n rows and the sink, of rows that are keys and values; s holds the n weights on the way
-static inline void mix_rows(float* restrict o, const float* restrict q, const float* const* row, float* restrict s, int n, float sink) {
-  float top = -INF, sum = 0; int c = 0;
-  for (int i = 0; i < n; i++) { s[i] = dot(q, row[i], D) * SCALE; top = s[i] > top ? s[i] : top; }
-  for (int i = 0; i < n; i++) { s[i] = expf_(s[i] - top); sum += s[i]; }
-  sum += expf_(sink - top);
-  for (; c + 32 <= D; c += 32) {
-    v8 a0 = {0}, a1 = {0}, a2 = {0}, a3 = {0};
-    for (int i = 0; i < n; i++) { const float* r = row[i] + c; a0 += s[i] * ld(r); a1 += s[i] * ld(r + 8); a2 += s[i] * ld(r + 16); a3 += s[i] * ld(r + 24); }
-    *(v8*)(o + c) = a0 / sum; *(v8*)(o + c + 8) = a1 / sum; *(v8*)(o + c + 16) = a2 / sum; *(v8*)(o + c + 24) = a3 / sum;
-  }
-  for (; c < D; c++) { float b = 0; for (int i = 0; i < n; i++) b += s[i] * row[i][c]; o[c] = b / sum; }
-}
-#endif
-
-#ifdef KERNEL_attend   // out (T,H,D); q (T,H,D), ring (RING,D), entries (C,D), chosen (T,N), sink (H,), rope (T,R/2,2), pos (1,)
-void NAME(float* restrict out, const float* restrict q, const float* restrict ring, const float* restrict entries,
-          const u8* restrict chosen, const float* restrict sink, const float* restrict rope, const int* restrict pos) {
-  for (int t = 0; t < T; t++) {
-    const float* row[WINDOW + N]; float s[WINDOW + N]; int n = 0, p = pos[0] + t;
-    for (int i = p - WINDOW + 1 < 0 ? 0 : p - WINDOW + 1; i <= p; i++) row[n++] = ring + (i64)(i % RING) * D;
-    for (int j = 0; j < N && j < (p + 1) / RATIO; j++) if (!CHOSEN || chosen[(i64)t * N + j]) row[n++] = entries + (i64)j * D;
+#define BLOCK 64                                            // rows decoded at a time, as the official kernel takes them
+// o (H,D) = each head's softmax over n rows and its sink, of rows that are keys and values, rotated back. Rows from `plain`
+// on are float32, those before it as the cache holds them. The running maximum is what makes one pass enough.
+static void mix_rows(float* restrict o, const float* restrict q, const u8* const* row, int n, int plain, const float* restrict sink,
+                     const float* restrict rope) {
+  float top[H], sum[H], s[BLOCK];
+  for (int h = 0; h < H; h++) { top[h] = -INF; sum[h] = 0; }
+  for (i64 i = 0; i < (i64)H * D; i++) o[i] = 0;
+  for (int first = 0; first < n; first += BLOCK) {
+    int m = n - first < BLOCK ? n - first : BLOCK; const float* kv[BLOCK]; float room[W4A8 ? BLOCK * D : 1];
+    for (int i = 0; i < m; i++) {
+      if (W4A8 && first + i < plain) { get_row(room + W4A8 * i * D, row[first + i], D - R, R); kv[i] = room + W4A8 * i * D; }
+      else kv[i] = (const float*)row[first + i];
+    }
     for (int h = 0; h < H; h++) {
-      float* o = out + ((i64)t * H + h) * D;
-      mix_rows(o, q + ((i64)t * H + h) * D, row, s, n, sink[h]);
-      rotate(o + D - R, rope + (i64)t * R, R, -1);
+      float *a = o + (i64)h * D, best = top[h]; int c = 0;
+      for (int i = 0; i < m; i++) { s[i] = dot(q + (i64)h * D, kv[i], D) * SCALE; best = s[i] > best ? s[i] : best; }
+      float keep = expf_(top[h] - best); sum[h] *= keep; top[h] = best;
+      for (int i = 0; i < m; i++) { float e = expf_(s[i] - best); sum[h] += e; s[i] = rnd(e); }
+      for (; c + 32 <= D; c += 32) {
+        v8 a0 = ld(a + c) * keep, a1 = ld(a + c + 8) * keep, a2 = ld(a + c + 16) * keep, a3 = ld(a + c + 24) * keep;
+        for (int i = 0; i < m; i++) { const float* r = kv[i] + c; a0 += s[i] * ld(r); a1 += s[i] * ld(r + 8); a2 += s[i] * ld(r + 16); a3 += s[i] * ld(r + 24); }
+        *(v8*)(a + c) = a0; *(v8*)(a + c + 8) = a1; *(v8*)(a + c + 16) = a2; *(v8*)(a + c + 24) = a3;
+      }
+      for (; c < D; c++) { float b = a[c] * keep; for (int i = 0; i < m; i++) b += s[i] * kv[i][c]; a[c] = b; }
     }
   }
+  for (int h = 0; h < H; h++) {
+    float *a = o + (i64)h * D, all = sum[h] + expf_(sink[h] - top[h]);
+    for (int c = 0; c < D; c++) a[c] = rnd(a[c] / all);
+    rotate(a + D - R, rope, R, -1);
+  }
 }
 #endif
 
-#ifdef KERNEL_attend_block // out (T,H,D); q (T,H,D), ring (RING,D), block (T,D), sink (H,), rope (T,R/2,2), pos (1,)
-void NAME(float* restrict out, const float* restrict q, const float* restrict ring, const float* restrict block,
-          const float* restrict sink, const float* restrict rope, const int* restrict pos) {
-  const float* row[WINDOW + T]; float s[WINDOW + T]; int n = 0;
-  for (int i = pos[0] - WINDOW < 0 ? 0 : pos[0] - WINDOW; i < pos[0]; i++) row[n++] = ring + (i64)(i % RING) * D;
-  for (int t = 0; t < T; t++) row[n++] = block + (i64)t * D;
-  for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) {
-    float* o = out + ((i64)t * H + h) * D;
-    mix_rows(o, q + ((i64)t * H + h) * D, row, s, n, sink[h]);
-    rotate(o + D - R, rope + (i64)t * R, R, -1);
+#ifdef KERNEL_attend   // out (T,H,D); q (T,H,D), ring (RING,row), entries (C,row), chosen (T,N), sink (H,), rope (T,R/2,2), pos (1,)
+void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const u8* restrict entries,
+          const u8* restrict chosen, const float* restrict sink, const float* restrict rope, const int* restrict pos) {
+  for (int t = 0; t < T; t++) {
+    const u8* row[WINDOW + N]; int n = 0, p = pos[0] + t;
+    for (int i = p - WINDOW + 1 < 0 ? 0 : p - WINDOW + 1; i <= p; i++) row[n++] = ring + (i64)(i % RING) * ROW_BYTES(D - R, R);
+    for (int j = 0; j < N && j < (p + 1) / RATIO; j++) if (!CHOSEN || chosen[(i64)t * N + j]) row[n++] = entries + (i64)j * ROW_BYTES(D - R, R);
+    mix_rows(out + (i64)t * H * D, q + (i64)t * H * D, row, n, n, sink, rope + (i64)t * R);
   }
+}
+#endif
+
+#ifdef KERNEL_attend_block // out (T,H,D); q (T,H,D), ring (RING,row), block (T,D), sink (H,), rope (T,R/2,2), pos (1,)
+void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const float* restrict block,
+          const float* restrict sink, const float* restrict rope, const int* restrict pos) {
+  const u8* row[WINDOW + T]; int n = 0, seen;
+  for (int i = pos[0] - WINDOW < 0 ? 0 : pos[0] - WINDOW; i < pos[0]; i++) row[n++] = ring + (i64)(i % RING) * ROW_BYTES(D - R, R);
+  seen = n;
+  for (int t = 0; t < T; t++) row[n++] = (const u8*)(block + (i64)t * D);
+  for (int t = 0; t < T; t++) mix_rows(out + (i64)t * H * D, q + (i64)t * H * D, row, n, seen, sink, rope + (i64)t * R);
 }
 #endif
 
@@ -324,39 +518,58 @@ void NAME(int* restrict ids, float* restrict weights, const float* restrict z, c
 }
 #endif
 
-#ifdef KERNEL_experts         // out (T,D); x (T,D), w13 (E,2I,D), w2 (E,D,I), s13 (2J,D), s2 (D,J), ids (T,TOPK), weights (T,TOPK)
+#ifdef KERNEL_experts  // out (T,D); x (T,D), w13 (E,2I,D), w2 (E,D,I), s13 (2J,D), s2 (D,J), each with scales; ids (T,TOPK), weights (T,TOPK)
 typedef struct { float *y; const float* x; float weight; } Job;
-static inline void ffn(const Job* job, int rows, const float* restrict w13, const float* restrict w2, int inner) {
-  float x[4 * D], u[4 * 2 * (I > J ? I : J)], v[4 * D];
-  for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++) x[r * D + d] = job[r].x[d];
-  matmul(u, 2 * inner, x, D, rows, w13, 2 * inner, D);
-  for (int r = 0; r < rows; r++) for (int i = 0; i < inner; i++) {
-    float a = u[r * 2 * inner + i], b = u[r * 2 * inner + inner + i];
-    a = a > LIMIT ? LIMIT : a; b = b > LIMIT ? LIMIT : b < -LIMIT ? -LIMIT : b;
-    u[r * 2 * inner + i] = a * sigmoid(a) * b * job[r].weight;
-  }
-  matmul(v, D, u, 2 * inner, rows, w2, D, inner);
-  for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++) job[r].y[d] += v[r * D + d];
-}
-void NAME(float* restrict out, const float* restrict x, const float* restrict w13, const float* restrict w2, const float* restrict s13,
-          const float* restrict s2, const int* restrict ids, const float* restrict weights) {
-  for (i64 i = 0; i < (i64)T * D; i++) out[i] = 0;
-  for (int e = 0; e <= E; e++) {                           // by expert, the shared one last: its weights are read once for all rows
-    Job job[4]; int n = 0;
-    for (int t = 0; t < T; t++) for (int k = 0; k < (e == E ? 1 : TOPK); k++) {
-      if (e < E && ids[t * TOPK + k] != e) continue;
-      job[n++] = (Job){ out + (i64)t * D, x + (i64)t * D, e == E ? 1.0f : weights[t * TOPK + k] };
-      if (n == 4) { ffn(job, 4, e == E ? s13 : w13 + (i64)e * 2 * I * D, e == E ? s2 : w2 + (i64)e * D * I, e == E ? J : I); n = 0; }
+typedef struct { const u8 *w13, *s13, *w2, *s2; } Pair;
+static inline __attribute__((always_inline)) void ffn(const Job* job, int rows, int kind, Pair w, int inner) {
+  float x[6 * D], u[6 * 2 * (I > J ? I : J)], t[6 * (I > J ? I : J)], v[6 * D];
+  for (int r = 0; r < rows; r++) prepare(x + r * D, job[r].x, D, kind, W4A8);
+  stored_matmul(u, 2 * inner, x, rows, kind, w.w13, w.s13, 2 * inner, D);
+  for (int r = 0; r < rows; r++) {
+    float *a = u + r * 2 * inner;
+    for (int i = 0; i < inner; i++) {
+      float g = rnd(a[i]), b = rnd(a[inner + i]);
+      g = g > LIMIT ? LIMIT : g; b = b > LIMIT ? LIMIT : b < -LIMIT ? -LIMIT : b;
+      a[i] = rnd(g * sigmoid(g) * b * job[r].weight);
     }
-    if (n) ffn(job, n, e == E ? s13 : w13 + (i64)e * 2 * I * D, e == E ? s2 : w2 + (i64)e * D * I, e == E ? J : I);
+    prepare(t + r * inner, a, inner, kind, W4A8);
   }
+  stored_matmul(v, D, t, rows, kind, w.w2, w.s2, D, inner);
+  for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++) job[r].y[d] += rnd(v[r * D + d]);
+}
+static i64 size_of(int kind, i64 n, i64 k) { return n * (kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2); }
+static i64 scales_of(int kind, i64 n, i64 k) { return n * (kind == FP8 ? (k + 127) / 128 : k / 32); }
+void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, const u8* restrict w13s, const u8* restrict w2,
+          const u8* restrict w2s, const u8* restrict s13, const u8* restrict s13s, const u8* restrict s2, const u8* restrict s2s,
+          const int* restrict ids, const float* restrict weights) {
+  for (i64 i = 0; i < (i64)T * D; i++) out[i] = 0;
+  for (int e = 0; e < E; e++) {                            // by expert: its weights are read once for all rows
+    Pair w = { w13 + e * size_of(KIND, 2 * I, D), w13s + e * scales_of(KIND, 2 * I, D), w2 + e * size_of(KIND, D, I), w2s + e * scales_of(KIND, D, I) };
+    Job job[6]; int n = 0;
+    for (int t = 0; t < T; t++) for (int k = 0; k < TOPK; k++) {
+      if (ids[t * TOPK + k] != e) continue;
+      job[n++] = (Job){ out + (i64)t * D, x + (i64)t * D, weights[t * TOPK + k] };
+      if (n == 6) { ffn(job, 6, KIND, w, I); n = 0; }
+    }
+    if (n) ffn(job, n, KIND, w, I);
+  }
+  for (int t = 0; t < T; t += 6) {
+    Job job[6]; int n = T - t < 6 ? T - t : 6;
+    for (int r = 0; r < n; r++) job[r] = (Job){ out + (i64)(t + r) * D, x + (i64)(t + r) * D, 1.0f };
+    ffn(job, n, SHARED, (Pair){ s13, s13s, s2, s2s }, J);
+  }
+  if (W4A8) for (i64 i = 0; i < (i64)T * D; i++) out[i] = bf16(out[i]);
 }
 #endif
 
-#ifdef KERNEL_markov    // out (1,V); base (K,V), w1 (V,R), w2 (V,R), token (1,): row ROW of base plus w2 . w1[token]
-void NAME(float* restrict out, const float* restrict base, const float* restrict w1, const float* restrict w2, const int* restrict token) {
-  const float* e = w1 + (i64)(token[0] < 0 ? 0 : token[0]) * R;
-  for (int i = 0; i < V; i++) out[i] = base[(i64)ROW * V + i] + dot(w2 + (i64)i * R, e, R);
+#ifdef KERNEL_markov   // out (1,V); base (K,V), w1 (V,R), w2 (V,R), token (1,): row ROW of base plus w2 . w1[token]
+void NAME(float* restrict out, const float* restrict base, const void* restrict w1, const void* restrict w2, const int* restrict token) {
+  float e[R], w[R]; const i64 from = (i64)(token[0] < 0 ? 0 : token[0]) * R;
+  for (int j = 0; j < R; j++) e[j] = HALF ? ((bits){ .u = (u32)((const unsigned short*)w1)[from + j] << 16 }).f : ((const float*)w1)[from + j];
+  for (i64 i = 0; i < V; i++) {
+    for (int j = 0; j < R; j++) w[j] = HALF ? ((bits){ .u = (u32)((const unsigned short*)w2)[i * R + j] << 16 }).f : ((const float*)w2)[i * R + j];
+    out[i] = base[(i64)ROW * V + i] + dot(w, e, R);
+  }
 }
 #endif
 

@@ -9,24 +9,25 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
+from specgrad.quant.twin import Weight, as_weight
 from specgrad.quant.twin import uniforms as uniforms  # small enough for tinygrad's own code
 
 @functools.cache
 def source() -> str: return importlib.resources.files("specgrad.quant").joinpath("cpu.c").read_text()
 
-def _program(*bufs: UOp, name: str, writes: int, keeps: int, sizes: tuple[tuple[str, int | float], ...]) -> UOp:
+def _program(*bufs: UOp, name: str, writes: int, inplace: bool, sizes: tuple[tuple[str, int | float | str], ...]) -> UOp:
   bufs = tuple(b.base for b in bufs)
   symbol = f"{name}_" + "_".join(str(v).replace("-", "m").replace(".", "d").replace("+", "") for _, v in sizes)
-  text = "".join(f"#define {k} {v}{'f' if isinstance(v, float) else ''}\n" for k, v in (("NAME", symbol), (f"KERNEL_{name}", 1), *sizes))
+  macros = [("NAME", symbol), (f"KERNEL_{name}", 1), *sizes]
+  text = "".join(f"#define {k} {v}{'f' if isinstance(v, float) else ''}\n" for k, v in macros)
   sink = UOp.sink(*bufs, arg=KernelInfo(name=symbol))
-  ins = tuple(range(keeps, writes)) + tuple(range(writes, len(bufs)))
-  info = ProgramInfo(name=symbol, global_size=(1, 1, 1), local_size=None, globals=tuple(range(len(bufs))),
-                     outs=tuple(range(writes)), ins=ins)
+  info = ProgramInfo(name=symbol, global_size=(1, 1, 1), local_size=None, globals=tuple(range(len(bufs))), outs=tuple(range(writes)),
+                     ins=tuple(range(0 if inplace else writes, len(bufs))))
   return UOp(Ops.PROGRAM, src=(sink, UOp(Ops.LINEAR, src=(*bufs, sink)), UOp(Ops.SOURCE, arg=text + source())), arg=info)
 
-def run(name: str, outs: list[Tensor], ins: list[Tensor], inplace: bool = False, **sizes: int | float) -> list[Tensor]:
+def run(name: str, outs: list[Tensor], ins: list[Tensor], inplace: bool = False, **sizes: int | float | str) -> list[Tensor]:
   """The tensors of `outs` after kernel `name` wrote them. `inplace`: they are read as well (cache buffers)."""
-  fxn = functools.partial(_program, name=name, writes=len(outs), keeps=0 if inplace else len(outs), sizes=tuple(sizes.items()))
+  fxn = functools.partial(_program, name=name, writes=len(outs), inplace=inplace, sizes=tuple(sizes.items()))
   return Tensor.custom_kernel(*outs, *[as_buffer(t) for t in ins], fxn=fxn)[:len(outs)]
 
 _WHOLE = (Ops.BUFFER, Ops.AFTER, Ops.RESHAPE)
@@ -42,64 +43,98 @@ def as_buffer(t: Tensor) -> Tensor:
 def new(like: Tensor, *shape: int, dtype: DType = dtypes.float32) -> Tensor:
   return Tensor.invalids(*shape, dtype=dtype, device=like.device)
 
-def embed(table: Tensor, ids: Tensor, streams: int) -> Tensor:
-  T, D = ids.shape[0], table.shape[1]
-  return run("embed", [new(table, T, streams, D)], [table, ids], T=T, S=streams, D=D)[0]
+def parts(weight: Weight) -> list[Tensor]:
+  return [weight.data, weight.data if weight.scale is None else weight.scale]
+
+def embed(table: Weight | Tensor, ids: Tensor, streams: int) -> Tensor:
+  table = as_weight(table)
+  T, D = ids.shape[0], table.data.shape[1]
+  return run("embed", [new(ids, T, streams, D)], [table.data, ids], T=T, S=streams, D=D, HALF=int(table.kind == "BF16"))[0]
 
 def rope_table(freqs: Tensor, pos: Tensor, n: int, stride: int = 1) -> Tensor:
   r = freqs.shape[0] * 2
   return run("rope_table", [new(freqs, n, r // 2, 2)], [freqs, pos], N=n, R=r, STRIDE=stride)[0]
 
-def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, iters: int, hc_eps: float,
-           eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, iters: int, hc_eps: float, eps: float,
+           w4a8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
   T, S, D = h.shape
   x, post, comb = run("hc_pre", [new(h, T, D), new(h, T, S), new(h, T, S, S)], [h, fn, scale, base, norm],
-                      T=T, S=S, D=D, ITERS=iters, HC_EPS=float(hc_eps), EPS=float(eps))
+                      T=T, S=S, D=D, ITERS=iters, HC_EPS=float(hc_eps), EPS=float(eps), W4A8=int(w4a8))
   return x, post, comb
 
-def hc_post(z: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def hc_post(z: Tensor, h: Tensor, post: Tensor, comb: Tensor, w4a8: bool = False) -> Tensor:
   T, S, D = h.shape
-  return run("hc_post", [new(h, T, S, D)], [z, h, post, comb], T=T, S=S, D=D)[0]
+  return run("hc_post", [new(h, T, S, D)], [z, h, post, comb], T=T, S=S, D=D, W4A8=int(w4a8))[0]
 
-def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc_eps: float, eps: float) -> tuple[Tensor, Tensor]:
+def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc_eps: float, eps: float,
+            w4a8: bool = False) -> tuple[Tensor, Tensor]:
   T, S, D = h.shape
-  y, x = run("hc_head", [new(h, T, D), new(h, T, D)], [h, fn, scale, base, norm], T=T, S=S, D=D, HC_EPS=float(hc_eps), EPS=float(eps))
+  y, x = run("hc_head", [new(h, T, D), new(h, T, D)], [h, fn, scale, base, norm], T=T, S=S, D=D, HC_EPS=float(hc_eps), EPS=float(eps),
+             W4A8=int(w4a8))
   return y, x
 
-def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, norm: Tensor, eps: float, w4a8: bool = False) -> Tensor:
   T, D = x.shape
-  return run("rms_norm", [new(x, T, D)], [x, norm], T=T, D=D, EPS=float(eps))[0]
+  return run("rms_norm", [new(x, T, D)], [x, norm], T=T, D=D, EPS=float(eps), W4A8=int(w4a8))[0]
 
-def linear(x: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
-  T, N, K = x.shape[0], weight.shape[0] // groups, weight.shape[1]
-  return run("linear", [new(x, T, groups * N)], [x, weight], T=T, G=groups, N=N, K=K)[0]
+def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool = True, rounded: bool = True,
+           w4a8: bool = False) -> Tensor:
+  weight = as_weight(weight)
+  T, N, K = x.shape[0], weight.data.shape[0] // groups, x.shape[1] // groups
+  quantise = quantise and w4a8 and weight.kind in ("FP8", "FP4")
+  return run("linear", [new(x, T, groups * N)], [x, *parts(weight)], T=T, G=groups, N=N, K=K, K_MOST=K, KIND=weight.kind,
+             QUANTISE=int(quantise), ROUND=int(rounded and w4a8))[0]
 
-def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None) -> Tensor:
+def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | Tensor, s2: Weight | Tensor, ids: Tensor,
+            weights: Tensor, limit: float, w4a8: bool = False) -> Tensor:
+  T, D = x.shape
+  w13, w2, s13, s2 = (as_weight(w) for w in (w13, w2, s13, s2))
+  E, I, J = w13.data.shape[0], w13.data.shape[1] // 2, s13.data.shape[0] // 2
+  assert (w13.kind, s13.kind) == (w2.kind, s2.kind), "one format for all of an expert"
+  ins = [x, *parts(w13), *parts(w2), *parts(s13), *parts(s2), ids, weights]
+  return run("experts", [new(x, T, D)], ins, T=T, D=D, E=E, I=I, J=J, K_MOST=max(D, I, J), TOPK=ids.shape[1], LIMIT=float(limit),
+             KIND=w13.kind, SHARED=s13.kind, W4A8=int(w4a8))[0]
+
+def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None, index: bool = False, w4a8: bool = False) -> Tensor:
   T, D, r = q.shape[0], q.shape[1] // heads, rope.shape[1] * 2
-  return run("head_rope", [new(q, T, heads, D)], [q, rope], T=T, H=heads, D=D, R=r, NORM=int(eps is not None), EPS=float(eps or 0))[0]
+  return run("head_rope", [new(q, T, heads, D)], [q, rope], T=T, H=heads, D=D, R=r, NORM=int(eps is not None), EPS=float(eps or 0),
+             INDEX=int(index), HADAMARD=D ** -0.5, W4A8=int(w4a8))[0]
 
-def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float) -> Tensor:
+def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float, w4a8: bool = False) -> Tensor:
   T, D = kv.shape
-  return run("kv_write", [ring], [kv, norm, rope, pos], True, T=T, D=D, R=rope.shape[1] * 2, RING=ring.shape[0], EPS=float(eps))[0]
+  return run("kv_write", [ring], [kv, norm, rope, pos], True, T=T, D=D, R=rope.shape[1] * 2, RING=ring.shape[0], EPS=float(eps),
+             W4A8=int(w4a8))[0]
 
-def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, pos: Tensor,
-             eps: float) -> tuple[Tensor, Tensor]:
+def kv_rows(kv: Tensor, norm: Tensor, rope: Tensor, eps: float, w4a8: bool = False) -> Tensor:
+  T, D = kv.shape
+  return run("kv_rows", [new(kv, T, D)], [kv, norm, rope], T=T, D=D, R=rope.shape[1] * 2, EPS=float(eps), W4A8=int(w4a8))[0]
+
+def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float,
+             index: bool = False, w4a8: bool = False) -> tuple[Tensor, Tensor]:
   T, D = proj.shape[0], norm.shape[0]
   ring, entries = run("compress", [ring, entries], [proj, ape, norm, rope, pos], True, T=T, D=D, R=rope.shape[1] * 2,
-                      RING=ring.shape[0], RATIO=ape.shape[0], OVERLAP=int(ape.shape[1] == 2 * D), EPS=float(eps))
+                      RING=ring.shape[0], RATIO=ape.shape[0], OVERLAP=int(ape.shape[1] == 2 * D), EPS=float(eps), INDEX=int(index),
+                      HADAMARD=D ** -0.5, W4A8=int(w4a8))
   return ring, entries
 
-def index_topk(q: Tensor, keys: Tensor, weight: Tensor, pos: Tensor, n: int, k: int, ratio: int) -> Tensor:
+def index_topk(q: Tensor, keys: Tensor, weight: Tensor, pos: Tensor, n: int, k: int, ratio: int, w4a8: bool = False) -> Tensor:
   T, H, D = q.shape
   return run("index_topk", [new(q, T, n, dtype=dtypes.bool)], [q, keys, weight, pos], T=T, H=H, D=D, N=n, TOPK=k, RATIO=ratio,
-             SCALE=(H * D) ** -0.5)[0]
+             SCALE=(H * D) ** -0.5, W4A8=int(w4a8))[0]
 
 def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, pos: Tensor,
-           window: int, n: int, ratio: int) -> Tensor:
+           window: int, n: int, ratio: int, w4a8: bool = False) -> Tensor:
   T, H, D = q.shape
   if entries is None: n, ratio, entries = 0, 1, ring
   return run("attend", [new(q, T, H, D)], [q, ring, entries, sink if chosen is None else chosen, sink, rope, pos], T=T, H=H, D=D,
-             R=rope.shape[1] * 2, RING=ring.shape[0], WINDOW=window, N=n, RATIO=ratio, CHOSEN=int(chosen is not None), SCALE=D ** -0.5)[0]
+             R=rope.shape[1] * 2, RING=ring.shape[0], WINDOW=window, N=n, RATIO=ratio, CHOSEN=int(chosen is not None), SCALE=D ** -0.5,
+             W4A8=int(w4a8))[0]
+
+def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, pos: Tensor, window: int,
+                 w4a8: bool = False) -> Tensor:
+  T, H, D = q.shape
+  return run("attend_block", [new(q, T, H, D)], [q, ring, block, sink, rope, pos], T=T, H=H, D=D, R=rope.shape[1] * 2,
+             RING=ring.shape[0], WINDOW=window, SCALE=D ** -0.5, W4A8=int(w4a8))[0]
 
 def route(z: Tensor, bias: Tensor | None, tid2eid: Tensor | None, tokens: Tensor, k: int, factor: float) -> tuple[Tensor, Tensor]:
   T, E = z.shape
@@ -108,11 +143,6 @@ def route(z: Tensor, bias: Tensor | None, tid2eid: Tensor | None, tokens: Tensor
   ids, weights = run("route", [new(z, T, k, dtype=dtypes.int32), new(z, T, k)], [z, choice, tokens],
                      T=T, E=E, TOPK=k, HASH=int(tid2eid is not None), FACTOR=float(factor))
   return ids, weights
-
-def experts(x: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor, ids: Tensor, weights: Tensor, limit: float) -> Tensor:
-  T, D = x.shape
-  return run("experts", [new(x, T, D)], [x, w13, w2, s13, s2, ids, weights], T=T, D=D, E=w13.shape[0], I=w2.shape[2],
-             J=s2.shape[1], TOPK=ids.shape[1], LIMIT=float(limit))[0]
 
 def argmax(logits: Tensor) -> Tensor:
   return run("argmax", [new(logits, logits.shape[0], dtype=dtypes.int32)], [logits], T=logits.shape[0], V=logits.shape[1])[0]
@@ -125,15 +155,8 @@ def pick(weights: Tensor, seed: Tensor, pos: Tensor, use: int = 0, offset: int =
   T, V = weights.shape
   return run("pick", [new(weights, T, dtype=dtypes.int32)], [weights, seed, pos], T=T, V=V, USE=use, OFFSET=offset)[0]
 
-def markov(base: Tensor, row: int, w1: Tensor, w2: Tensor, token: Tensor) -> Tensor:
-  V, R = w2.shape
-  return run("markov", [new(base, 1, V)], [base, w1, w2, token], V=V, R=R, ROW=row)[0]
-
-def kv_rows(kv: Tensor, norm: Tensor, rope: Tensor, eps: float) -> Tensor:
-  T, D = kv.shape
-  return run("kv_rows", [new(kv, T, D)], [kv, norm, rope], T=T, D=D, R=rope.shape[1] * 2, EPS=float(eps))[0]
-
-def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, pos: Tensor, window: int) -> Tensor:
-  T, H, D = q.shape
-  return run("attend_block", [new(q, T, H, D)], [q, ring, block, sink, rope, pos], T=T, H=H, D=D, R=rope.shape[1] * 2,
-             RING=ring.shape[0], WINDOW=window, SCALE=D ** -0.5)[0]
+def markov(base: Tensor, row: int, w1: Weight | Tensor, w2: Weight | Tensor, token: Tensor) -> Tensor:
+  w1, w2 = as_weight(w1), as_weight(w2)
+  assert w1.kind == w2.kind
+  V, R = w2.data.shape
+  return run("markov", [new(base, 1, V)], [base, w1.data, w2.data, token], V=V, R=R, ROW=row, HALF=int(w1.kind == "BF16"))[0]
