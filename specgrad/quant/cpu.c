@@ -314,8 +314,12 @@ static inline void stored_matmul(float* out, i64 stride, const float* x, int row
   for (int r = 0; r < rows; ) {
     int m = rows - r >= 6 ? 6 : rows - r; int c = 0;
 #define BLOCKS(M, C) for (; c + C <= n; c += C) product(out + r * stride + c, stride, x + r * k, M, kind, w + c * row_bytes, scale + c * scales, C, k, row_bytes, scales);
-    if (m == 1) { BLOCKS(1, 4) BLOCKS(1, 1) } else if (m == 2) { BLOCKS(2, 2) BLOCKS(2, 1) } else if (m == 3) { BLOCKS(3, 2) BLOCKS(3, 1) }
-    else if (m == 4) { BLOCKS(4, 2) BLOCKS(4, 1) } else if (m == 5) { BLOCKS(5, 2) BLOCKS(5, 1) } else { BLOCKS(6, 2) BLOCKS(6, 1) }
+    if (m == 1) { BLOCKS(1, 4) BLOCKS(1, 1) }              // T bounds m: what can't happen is not compiled
+    else if (T >= 2 && m == 2) { BLOCKS(2, 2) BLOCKS(2, 1) }
+    else if (T >= 3 && m == 3) { BLOCKS(3, 2) BLOCKS(3, 1) }
+    else if (T >= 4 && m == 4) { BLOCKS(4, 2) BLOCKS(4, 1) }
+    else if (T >= 5 && m == 5) { BLOCKS(5, 2) BLOCKS(5, 1) }
+    else if (T >= 6) { BLOCKS(6, 2) BLOCKS(6, 1) }
 #undef BLOCKS
     r += m;
   }
