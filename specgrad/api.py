@@ -42,6 +42,7 @@ class Stream:
   depth: int | None = None
   coupled: bool = False
   fixed_width: int | None = None
+  ignore_eos: bool = False
   ids: list[int] = field(default_factory=list)
   text: str = ""
   stats: Stats = field(default_factory=Stats)
@@ -56,12 +57,13 @@ class Stream:
   def __iter__(self) -> Iterator[tuple[list[int], str]]:
     decoder = StreamDecoder(self.tokenizer) if self.tokenizer else None
     eos, held = self.engine.config.eos_token_id, ""
-    for block in self.engine.generate(self.prompt, self.max_tokens, self.sampling, self.stats, self.depth, self.coupled, self.fixed_width):
+    for block in self.engine.generate(self.prompt, self.max_tokens, self.sampling, self.stats, self.depth, self.coupled, self.fixed_width,
+                                      self.ignore_eos):
       new: list[int] = []
       shown = len(self.text)
       for token in block:                                  # token by token: a block may run past the end of the text
         new.append(token)
-        if decoder is None or token == eos: continue
+        if decoder is None or (token == eos and not self.ignore_eos): continue
         held += decoder.push([token])
         if (found := first_stop(held, self.stop)) is not None:
           self.text, held, self.stats.finish_reason = self.text + held[:found], "", "stop"
@@ -98,6 +100,20 @@ class Model:
 
   @property
   def max_context(self) -> int: return self.engine.max_context or 0
+  @property
+  def depth(self) -> int:
+    """Tokens drafted a step by default; 0 without a draft."""
+    return self.engine.depth
+  @property
+  def numerics(self) -> str: return self.engine.numerics
+
+  def reset(self) -> None:
+    """Forgets the conversation: the next call computes all of its prompt."""
+    self.engine.reset()
+
+  def verifier(self, *, temperature: float = 0.0, depth: int | None = None, coupled: bool = False) -> str:
+    """The label of the rule that these settings of `generate` put in force. Raises ValueError for a depth out of range."""
+    return str(self.engine.plan(Sampling(temperature), depth, coupled, None)[1])
 
   def logits(self, ids: Sequence[int], chunk: int | None = None) -> np.ndarray:
     """ids (n,) -> float32 (n, V): the logits after every id. `chunk` limits the rows of a prefill chunk; it changes
@@ -105,29 +121,31 @@ class Model:
     return self.engine.logits(ids, chunk)
 
   def stream(self, ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), depth: int | None = None, coupled: bool = False,
-             fixed_width: int | None = None, logit_bias: Mapping[int, float] | None = None, **sampling: Any) -> Stream:
+             fixed_width: int | None = None, ignore_eos: bool = False, logit_bias: Mapping[int, float] | None = None,
+             **sampling: Any) -> Stream:
     """The iterator form of `generate`, with its arguments: yields (new ids, new text), keeps `reply`. Raises as `generate`."""
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if stop and self.tokenizer is None: raise ValueError("generate: stop strings need a tokenizer, and this checkpoint has none")
     if "" in stop: raise ValueError("generate: stop='', want strings of at least one character")
     settings = Sampling(**sampling, logit_bias=tuple((logit_bias or {}).items()))
-    return Stream(self.engine, self.tokenizer, list(ids), max_tokens, settings, stop, depth, coupled, fixed_width)
+    return Stream(self.engine, self.tokenizer, list(ids), max_tokens, settings, stop, depth, coupled, fixed_width, ignore_eos)
 
   def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
                min_p: float = 0.0, seed: int | None = None, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,
                frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None, depth: int | None = None,
-               coupled: bool = False, fixed_width: int | None = None, stop: Sequence[str] = ()) -> Reply:
+               coupled: bool = False, fixed_width: int | None = None, ignore_eos: bool = False, stop: Sequence[str] = ()) -> Reply:
     """ids (n,) -> the reply, at most max_tokens long. Greedy at temperature 0; otherwise a run repeats exactly from its
     seed. finish_reason is "stop" (EOS or a stop string), "length" or "context".
 
     depth: drafted tokens a step, none: the draft's own block size, 0: plain decoding. At temperature above 0 drafts are
     verified by rejection sampling, which keeps the target's law; `coupled` keeps the very ids that plain decoding gives
-    for the seed. fixed_width: rows of every step; plain decoding at fixed_width=K+1 does the arithmetic of depth K.
+    for the seed. ignore_eos goes on past EOS, to measure. fixed_width: rows of every step; plain decoding at
+    fixed_width=K+1 does the arithmetic of depth K.
     Raises ValueError for settings or ids out of range and a prompt that does not fit, ArithmeticError if the logits are
     not finite."""
     reply = self.stream(ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
                         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-                        logit_bias=logit_bias, depth=depth, coupled=coupled, fixed_width=fixed_width, stop=stop)
+                        logit_bias=logit_bias, depth=depth, coupled=coupled, fixed_width=fixed_width, ignore_eos=ignore_eos, stop=stop)
     for _ in reply: pass
     return reply.reply
 
@@ -136,9 +154,10 @@ class Model:
     Raises ValueError without a draft, and for ids as `logits`."""
     return DraftBlock(*self.engine.draft_block(ids))
 
-  def self_test(self) -> None:
-    """Compares 32 greedy tokens with and without the draft. Raises ArithmeticError where they differ."""
-    self.engine.self_test()
+  def self_test(self) -> int:
+    """Greedy tokens compared with and without the draft, at most 32; 0 without a draft. Raises ArithmeticError where they
+    differ. Forgets the conversation."""
+    return self.engine.self_test()
 
 def demo_path() -> Path:
   """The folder of the checkpoint that ships with the package."""

@@ -160,6 +160,13 @@ class Engine:
     self.graphs: dict[tuple[Any, ...], TinyJit] = {}
 
   @property
+  def numerics(self) -> str: return "w4a8" if self.w4a8 else "reference"
+
+  def reset(self) -> None:
+    """Forgets what the cache holds; its bytes stay, since nothing looks at them."""
+    self.held, self.written = [], 0
+
+  @property
   def depth(self) -> int:
     """Tokens drafted a step unless the caller says otherwise."""
     return min(5, self.draft.depth_limit) if self.draft else 0
@@ -252,8 +259,8 @@ class Engine:
     if width > 16: raise ValueError(f"engine: fixed_width={width}, want 1 to 16")
     one_hot = isinstance(self.draft, NgramDraft)
     rule = "greedy" if sampling.temperature <= 0 else "coupled" if coupled or one_hot or not depth else "rejection"
-    label = Label("exact" if rule != "coupled" or not coupled else "coupled", {"coupled": "equal"}.get(rule, rule),
-                  "none" if not depth else "realised" if rule == "rejection" else "one-hot", depth, "w4a8" if self.w4a8 else "reference")
+    label = Label("coupled" if rule == "coupled" and depth else "exact", {"coupled": "equal"}.get(rule, rule) if depth else "plain",
+                  "none" if not depth else "realised" if rule == "rejection" else "one-hot", depth, self.numerics)
     return Plan(rule, depth, width, 0, sampling.penalised), label
 
   def arm(self, ids: Sequence[int], sampling: Sampling) -> None:
@@ -276,7 +283,7 @@ class Engine:
     put(self.state.anchor, np.array([anchor], np.int32))
 
   def generate(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, stats: Stats, depth: int | None = None,
-               coupled: bool = False, fixed_width: int | None = None) -> Iterator[list[int]]:
+               coupled: bool = False, fixed_width: int | None = None, ignore_eos: bool = False) -> Iterator[list[int]]:
     """Yields the ids of each step until EOS, max_tokens or the end of the context; fills `stats` as it goes. A block may
     hold ids past the end of the text: the caller drops what comes after a stop of its own.
 
@@ -313,7 +320,8 @@ class Engine:
         plan, idle = replace(plan, depth=0), 0
         stats.warnings.append("drafting stopped: no drafted token was accepted in 64 steps")
       room = max_tokens - stats.tokens
-      eos = block.index(self.config.eos_token_id) + 1 if self.config.eos_token_id in block else len(block) + 1
+      ends = self.config.eos_token_id in block and not ignore_eos
+      eos = block.index(self.config.eos_token_id) + 1 if ends else len(block) + 1
       left = limit - (pos - len(block)) if limit else room # tokens until the last slot is used
       end = min(eos, room, left)
       if end <= len(block): stats.finish_reason = "stop" if end == eos else "length" if end == room else "context"
@@ -343,17 +351,19 @@ class Engine:
     out = [t.numpy() for t in self.graph("draft", build, context)]
     return out[0], out[1] if len(out) > 1 else None, out[2] if len(out) > 2 else None
 
-  def self_test(self, tokens: int = 32) -> None:
-    """Greedy ids with the draft equal those without it at the same number of rows. Raises ArithmeticError if not."""
-    if not self.depth: return
-    prompt, room = [self.config.bos_token_id], min(tokens, (self.max_context or 0) - 2)
-    with_draft = [t for b in self.generate(prompt, room, Sampling(), Stats()) for t in b]
-    self.held, self.written = [], 0
-    plain = [t for b in self.generate(prompt, room, Sampling(), Stats(), depth=0, fixed_width=self.depth + 1) for t in b]
-    if with_draft != plain:
-      at = next(i for i, (a, b) in enumerate(zip([*with_draft, -1], [*plain, -1])) if a != b)
-      raise ArithmeticError(f"self-test: token {at} is {with_draft[at:at + 1]} with the draft, {plain[at:at + 1]} without. "
-                            "Run with --draft none")
+  def self_test(self, tokens: int = 32) -> int:
+    """Greedy ids with the draft equal those without it at the same number of rows. -> ids compared, 0 without a draft.
+    Forgets what the cache held. Raises ArithmeticError where they differ."""
+    if not self.depth: return 0
+    prompt, room, runs = [self.config.bos_token_id], min(tokens, (self.max_context or 0) - 2), []
+    for depth in (self.depth, 0):
+      self.reset()
+      blocks = self.generate(prompt, room, Sampling(), Stats(), depth, fixed_width=self.depth + 1, ignore_eos=True)
+      runs.append([t for block in blocks for t in block])
+    self.reset()
+    if (at := next((i for i, (a, b) in enumerate(zip(*runs)) if a != b), None)) is not None:
+      raise ArithmeticError(f"self-test: token {at} is {runs[0][at]} with the draft, {runs[1][at]} without. Run with --draft none")
+    return len(runs[0])
 
 def paired(checkpoint: Checkpoint, path: str) -> Checkpoint:
   """The checkpoint in folder `path`, if it can draft for the first one. Raises ValueError that names what differs."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
   from specgrad.api import Model, Stream
   from specgrad.engine import Progress
 
-NUMERICS = "reference"
 HELP = """/new    starts over, with nothing of the chat kept
 /quit   leaves, as Ctrl-D does
 /help   shows this
@@ -57,7 +56,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
   how.add_argument("--min-p", type=float, default=0.0, metavar="F", help="at least this part of the likeliest token's "
                    "probability (default: %(default)s, all)")
   how.add_argument("--seed", type=int, metavar="N", help="repeats a run with a temperature (default: drawn and shown)")
+  fast = parser.add_argument_group("drafting: several tokens a step, the text stays the same")
+  fast.add_argument("--draft", default="auto", metavar="KIND", help="auto: the checkpoint's own DSpark stages, if any; "
+                    "none; ngram: what followed before; or the folder of a smaller checkpoint (default: %(default)s)")
+  fast.add_argument("--depth", type=int, metavar="K", help="drafted tokens a step (default: the draft's block size, at "
+                    "most 5)")
+  fast.add_argument("--coupled", action="store_true", help="with a temperature: keep the very tokens that the seed gives "
+                    "without a draft (default: rejection sampling, which keeps their law)")
+  fast.add_argument("--self-test", action="store_true", help="only compare 32 tokens with and without the draft, and leave")
   size = parser.add_argument_group("sizes and devices")
+  size.add_argument("--numerics", choices=("w4a8", "reference"), default="w4a8", help="stored 4- and 8-bit formats, or "
+                    "float32 throughout (default: %(default)s)")
   size.add_argument("--max-tokens", type=int, default=512, metavar="N", help="per reply (default: %(default)s)")
   size.add_argument("--max-context", type=int, metavar="N", help="tokens of prompt and reply (default: what the "
                     "checkpoint allows, at most 131072)")
@@ -89,16 +98,12 @@ def one_prompt(args: argparse.Namespace) -> str | None:
   return text
 
 def load(args: argparse.Namespace, device: str, progress: Progress) -> Model:
-  """Raises ValueError, also for a device that can't be opened: tinygrad has no one exception for that."""
   folder = specgrad.demo_path() if args.model is None else Path(args.model)
   if any(folder.glob("*.safetensors")) and not (folder / "tokenizer.json").exists():
     raise ValueError(f"{folder}: no tokenizer.json, so there is no text to work with. Fetch that file from where the "
                      "checkpoint comes from, or use the Python API, which takes token ids")
-  try:
-    model = specgrad.load(folder, numerics=NUMERICS, devices=(device,), max_context=args.max_context, progress=progress)
-  except (AttributeError, ImportError, OSError, RuntimeError, ExceptionGroup) as error:
-    if device == "CPU": raise
-    raise ValueError(f"device {device} can't be used: {error}") from error
+  model = specgrad.load(folder, numerics=args.numerics, devices=(device,), draft=args.draft, max_context=args.max_context,
+                        progress=progress)
   assert model.tokenizer is not None
   check_tokens(model.tokenizer, args.think)
   return model
@@ -183,12 +188,19 @@ class Chat:
     args, config = self.args, self.model.config
     name = Path(args.model).resolve().name if args.model is not None else "demo"
     self.screen.note(f"{name}: {config.num_hidden_layers} layers, {config.n_routed_experts} experts, vocabulary "
-                     f"{config.vocab_size}; {self.device}, {NUMERICS} numerics, context {self.model.max_context}")
+                     f"{config.vocab_size}; {self.device}, {args.numerics} numerics, context {self.model.max_context}")
     chosen = "greedy (temperature 0)" if args.temperature == 0 else (
       f"temperature {args.temperature:g}, top-p {args.top_p:g}, top-k {args.top_k}, min-p {args.min_p:g}, "
       f"seed {self.seed}")
     self.screen.note(f"{chosen}; at most {args.max_tokens} tokens a reply; thinking {'on' if args.think else 'off'}")
+    self.screen.note(f"draft {args.draft if self.model.depth else 'none'}; verifier: "
+                     + self.model.verifier(temperature=args.temperature, depth=args.depth, coupled=args.coupled))
     if self.interactive: self.screen.note("Ctrl-C stops a reply, Ctrl-D or /quit leaves, /help lists the commands")
+
+  def self_test(self) -> int:
+    """Before the first turn; its graphs are the ones that replies need. Raises ArithmeticError where the draft shows."""
+    try: return self.model.self_test()
+    finally: self.bars.close()
 
   # ------------------------------------------------------------------------------------------------ one turn
   def prompt(self, text: str) -> list[int]:
@@ -207,7 +219,7 @@ class Chat:
                        + way_out + (". The message was not sent" if self.interactive else ""))
     self.stream = stream = self.model.stream(
       ids, max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
-      min_p=args.min_p, seed=self.seed)
+      min_p=args.min_p, seed=self.seed, depth=args.depth, coupled=args.coupled)
     reply: list[int] = []
     seen, shown = "", ("", "")
     try:
@@ -248,6 +260,7 @@ class Chat:
                          ("context", f"(context of {n} full: {end})")):
       if stats.finish_reason == reason: self.screen.note(text)
     if not content: self.screen.note("(reasoning without an answer)" if self.args.think else "(a reply without text)")
+    for warning in stats.warnings: self.screen.note(f"({warning})")
     reused = f", 0 of {stats.prompt_tokens} prompt tokens reused" if later and not stats.reused_tokens else ""
     self.screen.note(stats.line() + reused, dim=True)
 
@@ -303,14 +316,17 @@ def run(argv: Sequence[str] | None) -> None:
   args = parse(argv)
   device = one_device(args)
   if args.max_tokens < 1: raise ValueError(f"--max-tokens={args.max_tokens}, want at least 1")
-  text = one_prompt(args)
+  text = None if args.self_test else one_prompt(args)
   specgrad.prepare()
   keep_interrupts()
   from specgrad.engine import Sampling  # brings tinygrad in, so not before prepare()
   Sampling(args.temperature, args.top_p, args.top_k, args.min_p, args.seed)  # refuses before a long load
   chat = Chat(args, device, interactive=text is None)
   chat.banner()
-  if text is None: chat.loop()
+  tested = chat.self_test()
+  if args.self_test: chat.screen.note(f"self-test: {tested} tokens with and without the draft are equal" if tested else
+                                      "self-test: nothing to compare, there is no draft")
+  elif text is None: chat.loop()
   else: chat.turn(text)
 
 def keep_interrupts() -> None:
