@@ -110,8 +110,8 @@ def to_e4m3(x: np.ndarray, name: str = "tensor") -> tuple[np.ndarray, np.ndarray
 
 # The same values under a doubled scale: code -> code, 255 where a bit would be lost. A group whose largest value was
 # rounded down to half the format's largest (3.4 to 3, 230 to 224) comes out of dequantising as one that fits a scale of
-# half the size. Going up again wherever nothing is lost gives DeepSeek's own bytes back from a bf16 copy of them, but for
-# one group in tens of thousands, whose values are as exact.
+# half the size. Going up again wherever nothing is lost gives DeepSeek's own bytes back from a bf16 copy of them, but
+# for one group in tens of thousands, whose values are the same.
 _MAGNITUDE = np.arange(128)
 HALF_E2M1 = np.array([0, 255, 1, 255, 2, 3, 4, 5, 8, 255, 9, 255, 10, 11, 12, 13], np.uint8)
 HALF_E4M3 = np.where(_MAGNITUDE >= 16, _MAGNITUDE - 8, np.where(_MAGNITUDE % 2, 255, _MAGNITUDE // 2))
@@ -330,7 +330,7 @@ def identity(source: Checkpoint, limit: int) -> dict[str, Any]:
 def resume(partial: Path, begun: dict[str, Any], plan: dict[str, dict[str, Expect]]) -> dict[str, Any]:
   """What is in DST.partial, a folder -> the manifest, with only those shards that are whole. Raises QuantizeError for a
   folder that is something else."""
-  for p in partial.glob("*.tmp"): p.unlink()
+  for p in partial.glob("*.tmp"): p.unlink()  # before free space is counted
   there = {p.name for p in partial.iterdir()}
   if not there: return {**begun, "shards": {}}
   over = f"or delete {partial} to start over"

@@ -53,7 +53,8 @@ def test_every_code_decodes(device: str) -> None:
 
 def test_every_e8m0_code_is_its_power_of_two() -> None:
   got = formats.decode_e8m0(Tensor(CODES)).numpy()
-  assert [Fraction(float(v)) for v in got[:255]] == [Fraction(2) ** (c - 127) for c in range(255)] and np.isnan(got[255])
+  assert [Fraction(float(v)) for v in got[:255]] == [Fraction(2) ** (c - 127) for c in range(255)]
+  assert np.isnan(got[255])
 
 @DEVICES
 @KINDS
@@ -119,7 +120,7 @@ def test_scale_exponent_at_every_power_of_two(largest: float) -> None:
   """largest * 2^k gives exactly 2^k, the next float32 the next power; and the same around 2^k itself."""
   top = np.float32(largest)
   with np.errstate(over="ignore"): points = [np.ldexp(b, np.arange(-152, 128)) for b in (top, np.float32(1))]
-  x = np.concatenate([p if to is None else np.nextafter(p, np.float32(to)) for p in points for to in (0, None, math.inf)])
+  x = np.concatenate([*points, *(np.nextafter(p, np.float32(to)) for p in points for to in (0, math.inf))])
   x = x[np.isfinite(x)]
   def least(v: float) -> int:
     ratio, code = Fraction(v) / Fraction(largest), 0
@@ -131,7 +132,7 @@ def test_scale_exponent_at_every_power_of_two(largest: float) -> None:
 
 @pytest.mark.parametrize("largest", [448.0, 6.0])
 def test_scale_exponent_is_the_official_product(largest: float) -> None:
-  """All mantissas: exponent and mantissa bits of amax * float32(1 / largest), as DeepSeek's fast_log2_ceil takes them."""
+  """All mantissas: exponent and mantissa bits of amax * float32(1 / largest), which DeepSeek's fast_log2_ceil takes."""
   x = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(130 << 23)).view(np.float32)
   product = bits(x * (np.float32(1) / np.float32(largest)))
   assert (formats.scale_exponent(Tensor(x), largest).numpy() == (product >> 23) + ((product & 0x7fffff) != 0)).all()
@@ -208,7 +209,7 @@ def test_quantisers_on_groups_of_every_size_of_number(shape: tuple[int, ...], gr
 def test_floors() -> None:
   zeros = Tensor(np.zeros((2, 128), np.float32))
   codes, scale = formats.quantise_e4m3(zeros)
-  assert codes.max().item() == 0 and scale.tolist() == [[127 - 22], [127 - 22]]            # 1e-4 / 448 is just below 2^-22
+  assert codes.max().item() == 0 and scale.tolist() == [[127 - 22], [127 - 22]]  # 1e-4 / 448 is just below 2^-22
   assert formats.quantise_e2m1(zeros)[1].max().item() == 1 and (formats.roundtrip_e2m1(zeros).numpy() == 0).all()
   assert formats.quantise_e4m3(zeros, 64, 448.0)[1].tolist() == [[127, 127]] * 2
 

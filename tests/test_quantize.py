@@ -1,5 +1,5 @@
-"""scripts/quantize.py: DeepSeek's own bytes come back from a bf16 copy, errors stay small, nothing is half-written, and an
-interrupted run goes on to the same bytes."""
+"""scripts/quantize.py: DeepSeek's own bytes come back from a bf16 copy, errors stay small, nothing is half-written, and
+an interrupted run goes on to the same bytes."""
 from __future__ import annotations
 
 import importlib.util
@@ -87,7 +87,7 @@ def run(script: ModuleType, *args: Any) -> int: return script.main([str(a) for a
 def tree(folder: Path) -> dict[str, bytes]:
   return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
-def refused(script: ModuleType, capsys: pytest.CaptureFixture[str], src: Path, dst: Path, *want: str, args: tuple = ()) -> None:
+def refused(script: ModuleType, capsys: Any, src: Path, dst: Path, *want: str, args: tuple[Any, ...] = ()) -> None:
   assert run(script, src, dst, *args) == 2
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("quantize: error: ") and err.count("\n") == 1
@@ -106,7 +106,8 @@ def test_the_official_bytes_come_back_from_bf16(case, shared, script, tmp_path, 
   assert got.fingerprint == want.fingerprint and got.total_bytes == want.total_bytes and len(other) <= 2
   for name in other:
     if name.endswith(".scale"): assert np.count_nonzero(want.read(name) != got.read(name)) == 1
-    assert (load_f32(want, w := name.replace("scale", "weight")).view(np.int32) == load_f32(got, w).view(np.int32)).all()
+    weight = name.replace("scale", "weight")
+    assert (load_f32(want, weight).view(np.int32) == load_f32(got, weight).view(np.int32)).all()
   said = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert said["tensors"] == len(want.tensors) and said["fingerprint"] == want.fingerprint
   assert {e["rms"] for e in said["errors"].values()} == {0.0}
@@ -115,7 +116,8 @@ def test_without_going_up_again_bytes_would_differ(golden, script):
   """15 % of groups end at half of the largest value; a dequantised copy alone would give them another scale."""
   c, moved = Checkpoint.open(golden), 0
   for name, want in expected_tensors(c.config).items():
-    if want.kind == "expert": moved += np.count_nonzero(script.to_e2m1(load_f32(c, name))[1] != c.read(name[:-6] + "scale"))
+    if want.kind != "expert": continue
+    moved += np.count_nonzero(script.to_e2m1(load_f32(c, name))[1] != c.read(name[:-6] + "scale"))
   assert moved > 5000
 
 @pytest.mark.parametrize("form", ["official", "U8", "F32 scales", "transformers", "stacked"])
@@ -143,30 +145,31 @@ def test_transformers_names_and_stacked_experts(golden, source, script, tmp_path
   for name in a.tensors: assert a.read(name).tobytes() == b.read(name).tobytes(), name
 
 def test_random_float32_has_small_errors_and_truthful_figures(golden, script, tmp_path, capsys):
-  rng = np.random.default_rng(1)
-  c = Checkpoint.open(golden)
-  values = {n: rng.standard_normal(load_f32(c, n).shape, np.float32) * 0.02 for n, e in expected_tensors(c.config).items()
-            if e.kind != "scale" and e.dtypes[0] not in ("I64", "F32")}
-  ids = c.read("layers.0.ffn.gate.tid2eid").astype(np.int32)
-  files = {f: {n: f32(values[n]) if n in values else ("I32", list(ids.shape), ids.tobytes()) if n == "layers.0.ffn.gate.tid2eid" else t
-               for n, t in ts.items()} for f, ts in unquantised(golden).items()}
+  rng, c, ids = np.random.default_rng(1), Checkpoint.open(golden), "layers.0.ffn.gate.tid2eid"
+  expected = expected_tensors(c.config)
+  values = {n: rng.standard_normal(load_f32(c, n).shape, np.float32) * 0.02
+            for n, e in expected.items() if e.kind != "scale" and e.dtypes[0] not in ("I64", "F32")}
+  files = unquantised(golden)
+  for file in files.values():
+    file.update((n, f32(values[n])) for n in file if n in values)
+    if ids in file: file[ids] = "I32", file[ids][1], c.read(ids).astype(np.int32).tobytes()
   assert run(script, write(tmp_path / "src", files, plain_config(golden)), tmp_path / "dst") == 0
   lines = capsys.readouterr().out.splitlines()
   got, said = Checkpoint.open(tmp_path / "dst"), json.loads(lines[-1])["errors"]
-  assert got.fingerprint == c.fingerprint and (got.read("layers.0.ffn.gate.tid2eid") == ids).all()
+  assert got.fingerprint == c.fingerprint and got.read(ids).tobytes() == c.read(ids).tobytes()
   sums: dict[str, list[tuple[str, float, float, float]]] = {}
   for name, x in values.items():
-    off = (load_f32(got, name) - x).astype(np.float64)
-    role = expected_tensors(c.config)[name].role
-    sums.setdefault(role, []).append((name, (off**2).sum(), (x.astype(np.float64)**2).sum(), np.abs(off).max() / np.abs(x).max()))
+    wide = x.astype(np.float64)
+    off = load_f32(got, name) - wide
+    found = name, (off**2).sum(), (wide**2).sum(), np.abs(off).max() / np.abs(x).max()
+    sums.setdefault(expected[name].role, []).append(found)
   assert set(said) == set(sums)
-  for role, found in sums.items():
-    rms = (sum(f[1] for f in found) / sum(f[2] for f in found)) ** 0.5
-    worst = max(found, key=lambda f: f[1] / f[2])
-    assert np.allclose([said[role]["rms"], said[role]["max"]], [rms, max(f[3] for f in found)], rtol=1e-6)
-    assert said[role]["worst"] == worst[0] and any(line.startswith(role) and worst[0] in line for line in lines)
-    bound = 0.125 if ".experts." in role else 0.03 if got.tensors[worst[0]].dtype == "F8_E4M3" else 0.002
-    assert rms < bound, (role, rms)
+  for role, all_found in sums.items():
+    rms = (sum(f[1] for f in all_found) / sum(f[2] for f in all_found)) ** 0.5
+    worst = max(all_found, key=lambda f: f[1] / f[2])[0]
+    assert np.allclose([said[role]["rms"], said[role]["max"]], [rms, max(f[3] for f in all_found)], rtol=1e-6)
+    assert said[role]["worst"] == worst and any(line.startswith(role) and worst in line for line in lines)
+    assert rms < (0.125 if ".experts." in role else 0.03 if got.tensors[worst].dtype == "F8_E4M3" else 0.002), role
 
 def test_fp8_experts_and_scales_of_any_float(golden, script, tmp_path):
   """e4m3 tiles with float32 scales that are no powers of two are rounded anew; the values are code times scale."""
@@ -179,7 +182,8 @@ def test_fp8_experts_and_scales_of_any_float(golden, script, tmp_path):
       rows, columns = load_f32(c, weight).shape
       codes = rng.integers(0, 127, (rows, columns), np.uint8) | rng.integers(0, 2, (rows, columns), np.uint8) << 7
       scale = rng.uniform(1e-3, 2e-3, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
-      want[weight] = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale.repeat(128, 0).repeat(128, 1)[:rows, :columns]
+      tiles = scale.repeat(128, 0).repeat(128, 1)[:rows, :columns]
+      want[weight] = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * tiles
       file[weight] = "F8_E4M3", [rows, columns], codes.tobytes()
       file[weight.replace("weight", "scale")] = f32(scale)
   assert run(script, write(tmp_path / "src", files, plain_config(golden)), tmp_path / "dst") == 0
@@ -226,7 +230,7 @@ def test_ragged_tiles_and_zeros(shape, script):
     widest(codes, scale)
     after = dequantise(script.pack(codes) if kind == "I8" else codes, kind, scale)
     assert (before.view(np.int32) == after.view(np.int32)).all() and (after[:, :32] == 0).all() and scale.min() >= 1
-    assert np.abs(after - x).max() <= np.abs(x).max() * (1 / 6 if kind == "I8" else 1 / 28)
+    assert np.abs(after - x).max() <= np.abs(x).max() / (5 if kind == "I8" else 17)  # 5 -> 4, 272 -> 256
 
 def test_going_up_again_keeps_every_value(script):
   """All codes through the table of halves: a code or none, the value exactly half."""
@@ -243,7 +247,8 @@ def test_memory_is_bounded_by_the_chunk_not_the_tensor(script):
   class Source:
     tensors = {n: SimpleNamespace(dtype="BF16", shape=(16384, 4096)) for n in ("a.weight", "b.weight")}
     def scale_name(self, name: str) -> None: return None
-    def read(self, name: str, start: int, stop: int) -> np.ndarray: return np.full((stop - start, 4096), 0x3f80 + start % 7, np.uint16)
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+      return np.full((stop - start, 4096), 0x3f80 + start % 7, np.uint16)
   for name, kind, shape in (("a.weight", "expert", (16384, 2048)), ("b.weight", "linear", (16384, 4096))):
     tracemalloc.start()
     for piece in script.convert(Source(), name, SimpleNamespace(kind=kind, shape=shape, dtypes=("I8",))): last = piece
@@ -262,7 +267,8 @@ def test_everything_a_checkpoint_needs_is_there(source, golden, script, tmp_path
   shards = {f for f in files if f.endswith(".safetensors")}
   assert files - shards == {"config.json", INDEX, "quantize.json", "tokenizer.json", "tokenizer_config.json",
                             "generation_config.json", "encoding/encoding.py"}
-  for name in ("tokenizer.json", "encoding/encoding.py"): assert (dst / name).read_bytes() == (source / name).read_bytes()
+  for name in ("tokenizer.json", "encoding/encoding.py"):
+    assert (dst / name).read_bytes() == (source / name).read_bytes()
   c = Checkpoint.open(dst)
   index = json.loads((dst / INDEX).read_text())
   assert index["metadata"]["total_size"] == c.total_bytes and set(index["weight_map"].values()) == shards
@@ -280,7 +286,7 @@ def test_inference_config_is_kept_too(source, golden, script, tmp_path):
   (src / "inference" / "config.json").write_text(json.dumps(raw | {"dtype": "bf16", "expert_dtype": None}))
   assert run(script, src, tmp_path / "dst") == 0
   assert json.loads((tmp_path / "dst" / "inference" / "config.json").read_text()) == raw
-  assert Checkpoint.open(tmp_path / "dst").config == Checkpoint.open(golden).config
+  assert Checkpoint.open(tmp_path / "dst").config == Checkpoint.open(src).config
 
 # -- interruptions ---------------------------------------------------------------------------------------------------
 
@@ -291,7 +297,8 @@ def whole(source: Path, script: ModuleType, tmp_path_factory: pytest.TempPathFac
   return tree(dst)
 
 def killed(source: Path, dst: Path, after: int) -> Path:
-  done = subprocess.run([sys.executable, "-c", DIE, SCRIPT, str(after), source, dst, "--shard-bytes", "600000"], capture_output=True)
+  command = [sys.executable, "-c", DIE, SCRIPT, str(after), source, dst, "--shard-bytes", "600000"]
+  done = subprocess.run(command, capture_output=True)
   assert done.returncode == -signal.SIGKILL, done.stderr
   assert not dst.exists()
   return dst.with_name("dst.partial")
@@ -303,6 +310,7 @@ def test_killed_again_and_again_it_ends_in_the_same_bytes(source, whole, script,
     finished = len(list(partial.glob("*.safetensors")))
     assert seen < finished and len(list(partial.glob("*.safetensors.tmp"))) == 1
     seen = finished
+  (partial / "model-00099-of-00099.safetensors.tmp").write_bytes(b"x")
   times = {p.name: p.stat().st_mtime_ns for p in partial.glob("*.safetensors")}
   assert run(script, source, dst, "--shard-bytes", 600_000) == 0
   assert json.loads(capsys.readouterr().out.splitlines()[-1])["resumed_shards"] == seen > 2
