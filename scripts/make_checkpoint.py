@@ -1,4 +1,7 @@
-"""Writes a checkpoint of random weights in DeepSeek's layout: something to load, measure and break without a download.
+"""Writes a checkpoint in DeepSeek's layout: something to load, measure and break without a download.
+
+Weights are random, but in `--size full`: that has every name, shape and format of DeepSeek-V4-Flash-0731 (155 GiB) as
+files of zeros of which the disk stores only the headers, for whatever looks at sizes alone.
 
 Values are scaled so that activations keep their size from layer to layer (matrices about 1/sqrt(columns), norms about
 1), so speed, memory and parity can be tried on it; it has learned nothing and has no tokenizer, prompts are token ids.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -53,7 +57,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 4096, "beta_fast": 32,
                      "beta_slow": 1},
     "dspark_block_size": 5, "dspark_noise_token_id": 4000, "dspark_target_layer_ids": [9, 10, 11],
-    "dspark_markov_rank": 64}}
+    "dspark_markov_rank": 64},
+  "full": {  # DeepSeek-V4-Flash-0731 itself: 48 files, 72,317 tensors, 166,878,536,440 bytes
+    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
+    "q_lora_rank": 1024, "o_lora_rank": 1024, "o_groups": 8, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "num_experts_per_tok": 6, "num_hash_layers": 3, "sliding_window": 128, "index_n_heads": 64, "index_topk": 512,
+    "max_position_embeddings": 1048576, "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0, 0, 0],
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32,
+                     "beta_slow": 1},
+    "dspark_block_size": 5, "dspark_noise_token_id": 128799, "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 256, "initializer_range": 0.02, "transformers_version": "4.57.1", "use_cache": True}}
+DEMO = Path(__file__).resolve().parents[1] / "specgrad" / "demo" / "config.json"
+SPARSE = ("full",)  # sizes of zeros
 CHUNK = 1 << 22  # values made at a time; bounds the memory whatever the tensor
 
 def _e4m3_normal() -> np.ndarray:
@@ -104,8 +119,22 @@ def values(name: str, want: Expect, config: Config, seed: int) -> Iterator[np.nd
       made = mean + std * rng.standard_normal(shape, np.float32)
       yield made if want.dtypes[0] == "F32" else ((made.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
 
-def write_shard(path: Path, wanted: dict[str, Expect], config: Config, seed: int, bar: tqdm) -> int:
-  """One safetensors file; wide elements first, so that every tensor is aligned. Returns the bytes of its tensors."""
+def settings(size: str) -> dict[str, Any]:
+  """config.json of a size. "demo" is the shape of the demonstration checkpoint that comes with the package."""
+  return json.loads(DEMO.read_text()) if size == "demo" else COMMON | SIZES[size]
+
+def need_holes(folder: Path) -> None:
+  """Raises OSError unless files in `folder` may have holes that take no space: FAT and some network disks fill them."""
+  with tempfile.TemporaryFile(dir=folder) as f:
+    f.truncate(1 << 24)
+    if (taken := os.fstat(f.fileno()).st_blocks * 512) > 1 << 20:
+      raise OSError(f"{folder}: a hole of {1 << 24} bytes takes {taken} bytes of disk, want a file system with sparse "
+                    "files (ext4, xfs, btrfs, tmpfs, ...)")
+
+def write_shard(path: Path, wanted: dict[str, Expect], config: Config, seed: int, bar: tqdm,
+                zeros: bool = False) -> int:
+  """One safetensors file; wide elements first, so that every tensor is aligned. Returns the bytes of its tensors.
+  zeros: the tensors are one hole."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   order, reach = sorted(wanted, key=lambda n: (-BITS[wanted[n].dtypes[0]], n)), 0
   for name in order:
@@ -116,7 +145,10 @@ def write_shard(path: Path, wanted: dict[str, Expect], config: Config, seed: int
   text += b" " * (-len(text) % 8)
   with open(path, "wb") as f:
     f.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
+    if zeros:
+      f.truncate(f.tell() + reach)
+      bar.update(reach)
+    for name in [] if zeros else order:
       for part in values(name, wanted[name], config, seed):
         f.write(part.tobytes())
         bar.update(part.nbytes)
@@ -136,18 +168,19 @@ def make(out: Path, size: str, seed: int) -> dict[str, Any]:
   """Writes the checkpoint under a temporary name beside `out`, opens it as a check, then renames it. Returns what was
   made. Raises FileExistsError if `out` is there."""
   if out.exists(): raise FileExistsError(f"{out}: is there already, want a new name")
-  raw, began = COMMON | SIZES[size], time.perf_counter()
+  raw, began = settings(size), time.perf_counter()
   config = Config.from_dict(raw)
   cut = shards(expected_tensors(config))
   total = sum(int(np.prod(e.shape)) * BITS[e.dtypes[0]] // 8 for part in cut for e in part.values())
   out.parent.mkdir(parents=True, exist_ok=True)
   made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
   try:
+    if size in SPARSE: need_holes(made)
     weight_map: dict[str, str] = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=None) as bar:
       for i, part in enumerate(cut, 1):
         shard = f"model-{i:05}-of-{len(cut):05}.safetensors"
-        write_shard(made / shard, part, config, seed, bar)
+        write_shard(made / shard, part, config, seed, bar, size in SPARSE)
         weight_map.update(dict.fromkeys(part, shard))
     generation = {"_from_model_config": True, "bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id,
                   "do_sample": True, "temperature": 1.0, "top_p": 1.0}
@@ -155,19 +188,22 @@ def make(out: Path, size: str, seed: int) -> dict[str, Any]:
     texts = {"config.json": raw, "generation_config.json": generation, "model.safetensors.index.json": index}
     for name, value in texts.items(): (made / name).write_text(json.dumps(value, indent=2) + "\n")
     fingerprint = Checkpoint.open(made).fingerprint
+    disk = sum(p.stat().st_blocks * 512 for p in made.iterdir())
     made.chmod(0o755)  # mkdtemp's folder is for its owner alone
     made.rename(out)
   except BaseException:
     shutil.rmtree(made, ignore_errors=True)
     raise
-  return {"out": str(out), "size": size, "seed": seed, "bytes": total, "tensors": len(weight_map), "shards": len(cut),
-          "fingerprint": fingerprint, "seconds": round(time.perf_counter() - began, 2)}
+  return {"out": str(out), "size": size, "seed": seed, "bytes": total, "disk_bytes": disk, "tensors": len(weight_map),
+          "shards": len(cut), "fingerprint": fingerprint, "seconds": round(time.perf_counter() - began, 2)}
 
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Write a checkpoint of random weights in DeepSeek's layout.",
                                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
   parser.add_argument("out", type=Path, help="folder to make")
-  parser.add_argument("--size", choices=SIZES, default="mid", help="tiny: 6 MB, mid: 330 MB")
+  parser.add_argument("--size", choices=("tiny", "demo", "mid", "full"), default="mid",
+                      help="tiny: 6 MB; demo: 13 MB, shaped as the demonstration checkpoint; mid: 330 MB; full: the "
+                      "155 GiB of DeepSeek-V4-Flash-0731 as sparse files of zeros, 14 MB of disk")
   parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes")
   args = parser.parse_args(argv)
   if args.seed < 0: parser.error(f"--seed={args.seed}, want an integer >= 0")
