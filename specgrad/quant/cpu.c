@@ -61,9 +61,8 @@ static inline void sincos_(float angle, float* sn, float* cs) {   // in double: 
 // ------------------------------------------------------------------------------------------------ formats
 typedef union { float f; u32 u; } bits;
 static inline float bf16(float x) {                         // to bfloat16, ties to even
-  bits a = { x };
-  if (x != x) return x;
-  a.u = (a.u + 0x7fffu + (a.u >> 16 & 1)) & 0xffff0000u; return a.f;
+  bits a = { x }; u32 r = (a.u + 0x7fffu + (a.u >> 16 & 1)) & 0xffff0000u;
+  a.u = (a.u & 0x7fffffffu) > 0x7f800000u ? a.u : r; return a.f;
 }
 static inline float rnd(float x) { return W4A8 ? bf16(x) : x; }
 static inline float pow2(int code) { bits a; a.u = code ? (u32)code << 23 : 1u << 22; return a.f; }      // of an e8m0 code
@@ -71,9 +70,10 @@ static inline int scale_code(float amax, float inverse) {   // e8m0 code of 2^ce
   bits a = { amax * inverse };
   return (int)(a.u >> 23) + ((a.u & 0x7fffffu) != 0);
 }
-static inline float amax(const float* x, int n, float least) {
-  for (int i = 0; i < n; i++) { float a = x[i] < 0 ? -x[i] : x[i]; least = a > least ? a : least; }
-  return least;
+static inline float amax(const float* x, int n, float least) {   // an integer maximum: the same order, and it vectorises
+  bits best = { least };
+  for (int i = 0; i < n; i++) { bits a = { x[i] }; u32 m = a.u & 0x7fffffffu; best.u = m > best.u ? m : best.u; }
+  return best.f;
 }
 static inline u8 to_e4m3(float x) {                         // saturating, ties to even
   bits a = { x }, b; u32 sign = a.u >> 24 & 0x80; a.u &= 0x7fffffffu;
@@ -81,6 +81,11 @@ static inline u8 to_e4m3(float x) {                         // saturating, ties 
   if (a.f > 448.0f) a.f = 448.0f;
   if (a.f < 0x1p-6f) { b.f = a.f * 512.0f + 0x1p23f; return (u8)(sign | (b.u & 0x7fffffu)); }
   return (u8)(sign | (((a.u + 0x7ffffu + (a.u >> 20 & 1)) >> 20) - (120u << 3)));
+}
+static inline float round_e4m3(float x) {                   // what to_e4m3 keeps of |x| <= 448; no branch, so that it vectorises
+  bits a = { x }; float small = (x + 24576.0f) - 24576.0f; u32 m = a.u & 0x7fffffffu;
+  a.u = (a.u + 0x7ffffu + (a.u >> 20 & 1)) & 0xfff00000u;
+  return m < 0x3c800000u ? small : a.f;
 }
 static inline float of_e4m3(u8 c) { bits a; a.u = (u32)(c & 0x80) << 24 | (u32)(c & 0x7f) << 20; return a.f * 0x1p120f; }
 static inline float round_e2m1(float x) {                   // |x| <= 6, ties to the even code
@@ -90,7 +95,7 @@ static inline float round_e2m1(float x) {                   // |x| <= 6, ties to
 static inline void act_quant(float* restrict y, const float* restrict x, int n, int group) {       // e4m3 and back
   for (int g = 0; g < n; g += group) {
     int m = n - g < group ? n - g : group, c = scale_code(amax(x + g, m, 1e-4f), 1.0f / 448); float s = pow2(c), inv = pow2(254 - c);
-    for (int i = 0; i < m; i++) y[g + i] = of_e4m3(to_e4m3(x[g + i] * inv)) * s;
+    for (int i = 0; i < m; i++) y[g + i] = round_e4m3(x[g + i] * inv) * s;
   }
 }
 static inline void fp4_quant(float* x, int n) {             // e2m1 in groups of 32 and back
@@ -252,9 +257,16 @@ typedef int w16 __attribute__((vector_size(64), aligned(4)));
 typedef u8 b16 __attribute__((vector_size(16), aligned(1)));
 typedef unsigned short h16 __attribute__((vector_size(32), aligned(2)));
 static const v16 E2M1_LANES = { 0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6 };
-static inline float sum16(v16 a) {
-  v8 b; for (int i = 0; i < 8; i++) b[i] = a[i] + a[i + 8];
-  return hsum(b);
+typedef float v4 __attribute__((vector_size(16), aligned(4)));
+static inline v8 halves(v16 a) {
+  return __builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+static inline v4 sums(v16 a, v16 b, v16 c, v16 d) {        // each one's lanes added up, by the same tree for all four
+  v8 w = halves(a), x = halves(b), y = halves(c), z = halves(d);
+  v8 p = __builtin_shufflevector(w, x, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(w, x, 2, 10, 3, 11, 6, 14, 7, 15);
+  v8 q = __builtin_shufflevector(y, z, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(y, z, 2, 10, 3, 11, 6, 14, 7, 15);
+  v8 r = __builtin_shufflevector(p, q, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(p, q, 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(r, r, 0, 1, 2, 3) + __builtin_shufflevector(r, r, 4, 5, 6, 7);
 }
 static inline v16 look_up(v16 table, w16 code) {           // table[code & 15] in each lane
 #if defined(__AVX512F__)
@@ -271,59 +283,77 @@ static inline v16 look_up(v16 table, w16 code) {           // table[code & 15] i
   return r;
 #endif
 }
-// 16 weights of one row as floats, scale included; for FP4 the even ones of 32 and then the odd ones
-static inline __attribute__((always_inline)) void weights16(v16* even, v16* odd, int kind, const u8* w, const u8* scale, i64 k) {
+// 16 weights of one row as floats, times s; for FP4 32 of them, the even ones and then the odd ones
+static inline __attribute__((always_inline)) void weights16(v16* even, v16* odd, int kind, const u8* w, float s, i64 k) {
+  typedef signed char c16 __attribute__((vector_size(16), aligned(1)));
   if (kind == F32) *even = *(const v16*)((const float*)w + k);
   if (kind == BF16) *even = (v16)(__builtin_convertvector(*(const h16*)((const unsigned short*)w + k), w16) << 16);
-  if (kind == FP8) {
-    w16 c = __builtin_convertvector(*(const b16*)(w + k), w16);
-    *even = (v16)((c & 0x80) << 24 | (c & 0x7f) << 20) * (pow2(scale[k / 128]) * 0x1p120f);
-  }
+  if (kind == FP8) *even = (v16)(__builtin_convertvector(*(const c16*)(w + k), w16) << 20 & (int)0x87f00000) * s;  // s brings 2^120
   if (kind == FP4) {
-    w16 c = __builtin_convertvector(*(const b16*)(w + k / 2), w16); v16 table = E2M1_LANES * pow2(scale[k / 32]);
+    w16 c = __builtin_convertvector(*(const b16*)(w + k / 2), w16); v16 table = E2M1_LANES * s;
     *even = look_up(table, c); *odd = look_up(table, c >> 4);
   }
 }
 // `rows` of x times `cols` of w, each product one chain of 16 lanes over k, whatever the block. x of FP4 holds, for each 32 of k,
-// the even ones and then the odd ones. What 16 (32) does not divide is zero in x and is not read from w.
+// the even ones and then the odd ones. What 16 does not divide is added at the end, one by one.
 static inline __attribute__((always_inline)) void product(float* out, i64 stride, const float* x, int rows, int kind, const u8* w,
                                                           const u8* scale, int cols, i64 k, i64 row_bytes, i64 scales) {
-  v16 acc[8][4]; const int step = kind == FP4 ? 32 : 16; i64 i = 0;
-  for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) acc[r][c] = (v16){0};
-  for (; i + step <= k; i += step) {
-    v16 even[4], odd[4];
-    for (int c = 0; c < cols; c++) weights16(even + c, odd + c, kind, w + c * row_bytes, scale + c * scales, i);
-    for (int r = 0; r < rows; r++) {
-      const float* a = x + r * k + i;
-      for (int c = 0; c < cols; c++) { acc[r][c] += *(const v16*)a * even[c]; if (kind == FP4) acc[r][c] += *(const v16*)(a + 16) * odd[c]; }
+  const int step = kind == FP4 ? 32 : 16, group = kind == FP8 ? 128 : step; v16 acc[24]; i64 i = 0;
+  for (int j = 0; j < rows * cols; j++) acc[j] = (v16){0};
+  for (i64 g = 0; g + step <= k; g += group) {
+    float s[4];
+    for (int c = 0; c < cols; c++) s[c] = kind == FP8 ? pow2(scale[c * scales + g / 128]) * 0x1p120f : kind == FP4 ? pow2(scale[c * scales + g / 32]) : 1;
+    for (i = g; i + step <= k && i < g + group; i += step) {
+      v16 even[4], odd[4];
+      for (int c = 0; c < cols; c++) weights16(even + c, odd + c, kind, w + c * row_bytes, s[c], i);
+      for (int r = 0; r < rows; r++) {
+        const float* a = x + r * k + i;
+        for (int c = 0; c < cols; c++) {
+          acc[r * cols + c] += *(const v16*)a * even[c];
+          if (kind == FP4) acc[r * cols + c] += *(const v16*)(a + 16) * odd[c];
+        }
+      }
     }
   }
-  for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) {
-    float t = sum16(acc[r][c]); const u8* wc = w + c * row_bytes; const u8* sc = scale + c * scales;
-    for (i64 j = i; j < k; j++) {
-      float v = kind == F32 ? ((const float*)wc)[j] : kind == BF16 ? ((bits){ .u = (u32)((const unsigned short*)wc)[j] << 16 }).f
-              : of_e4m3(wc[j]) * pow2(sc[j / 128]);
-      t += x[r * k + j] * v;
+  for (int j = 0; j < rows * cols; j += 4) {
+    const int last = rows * cols - 1;
+    v4 t = sums(acc[j], acc[j + 1 < last ? j + 1 : last], acc[j + 2 < last ? j + 2 : last], acc[j + 3 < last ? j + 3 : last]);
+    for (int m = 0; m < 4 && j + m <= last; m++) {
+      const int r = (j + m) / cols, c = (j + m) % cols; float rest = 0; const u8 *wc = w + c * row_bytes, *sc = scale + c * scales;
+      for (i64 q = i; q < k; q++) {
+        float v = kind == F32 ? ((const float*)wc)[q] : kind == BF16 ? ((bits){ .u = (u32)((const unsigned short*)wc)[q] << 16 }).f
+                : of_e4m3(wc[q]) * pow2(sc[q / 128]);
+        rest += x[r * k + q] * v;
+      }
+      out[r * stride + c] = t[m] + rest;
     }
-    out[r * stride + c] = t;
   }
 }
-// out (rows,n) of stride `stride` = x (rows,k) contiguous times w (n,k)
-static inline void stored_matmul(float* out, i64 stride, const float* x, int rows, int kind, const u8* w, const u8* scale, int n, i64 k) {
-  const i64 row_bytes = kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2, scales = kind == FP8 ? (k + 127) / 128 : k / 32;
-  for (int r = 0; r < rows; ) {
-    int m = rows - r >= 6 ? 6 : rows - r; int c = 0;
-#define BLOCKS(M, C) for (; c + C <= n; c += C) product(out + r * stride + c, stride, x + r * k, M, kind, w + c * row_bytes, scale + c * scales, C, k, row_bytes, scales);
-    if (m == 1) { BLOCKS(1, 4) BLOCKS(1, 1) }              // T bounds m: what can't happen is not compiled
-    else if (T >= 2 && m == 2) { BLOCKS(2, 2) BLOCKS(2, 1) }
-    else if (T >= 3 && m == 3) { BLOCKS(3, 2) BLOCKS(3, 1) }
-    else if (T >= 4 && m == 4) { BLOCKS(4, 2) BLOCKS(4, 1) }
-    else if (T >= 5 && m == 5) { BLOCKS(5, 2) BLOCKS(5, 1) }
-    else if (T >= 6) { BLOCKS(6, 2) BLOCKS(6, 1) }
-#undef BLOCKS
-    r += m;
+// NAME(out, stride, x, rows, w, scale, n, k): out (rows,n) of stride `stride` = x (rows,k) contiguous times w (n,k), six rows at a
+// time. A function for each number of rows, and only for those that T lets happen, keeps their sums in registers.
+#define DEFINE_MATMUL(NAME, KIND) \
+  MATMUL_ROWS(NAME, KIND, 1) MATMUL_ROWS(NAME, KIND, 2) MATMUL_ROWS(NAME, KIND, 3) \
+  MATMUL_ROWS(NAME, KIND, 4) MATMUL_ROWS(NAME, KIND, 5) MATMUL_ROWS(NAME, KIND, 6) \
+  static void NAME(float* out, i64 stride, const float* x, int rows, const u8* w, const u8* scale, int n, i64 k) { \
+    for (int r = 0; r < rows; r += 6) { \
+      float* o = out + r * stride; const float* a = x + r * k; \
+      switch (rows - r) { \
+        case 1: NAME##1(o, stride, a, w, scale, n, k); break; case 2: NAME##2(o, stride, a, w, scale, n, k); break; \
+        case 3: NAME##3(o, stride, a, w, scale, n, k); break; case 4: NAME##4(o, stride, a, w, scale, n, k); break; \
+        case 5: NAME##5(o, stride, a, w, scale, n, k); break; default: NAME##6(o, stride, a, w, scale, n, k); \
+      } \
+    } \
   }
-}
+#define MATMUL_ROWS(NAME, KIND, M) \
+  static __attribute__((noinline)) void NAME##M(float* out, i64 stride, const float* x, const u8* w, const u8* scale, int n, i64 k) { \
+    enum { WIDE = M > 1 && KIND == FP4 ? 2 : 4 }; int c = 0;  /* as many as the registers hold */ \
+    const i64 row_bytes = bytes_of(KIND, k), scales = scales_of(KIND, k); \
+    if (T < M) return; \
+    for (; c + WIDE <= n; c += WIDE) product(out + c, stride, x, M, KIND, w + c * row_bytes, scale + c * scales, WIDE, k, row_bytes, scales); \
+    for (; c < n; c++) product(out + c, stride, x, M, KIND, w + c * row_bytes, scale + c * scales, 1, k, row_bytes, scales); \
+  }
+static inline i64 bytes_of(int kind, i64 k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2; }
+static inline i64 scales_of(int kind, i64 k) { return kind == FP8 ? (k + 127) / 128 : k / 32; }
 // a row as the quantised product wants it: e4m3 and back in groups of 128 if `quantise`, even and odd ones apart for FP4
 static inline void prepare(float* restrict y, const float* restrict x, int k, int kind, int quantise) {
   float z[K_MOST]; const float* a = x;
@@ -334,12 +364,12 @@ static inline void prepare(float* restrict y, const float* restrict x, int k, in
 #endif
 
 #ifdef KERNEL_linear   // out (T,G*N); x (T,G*K), w (G*N,K) and its scales: G independent products. QUANTISE: x to e4m3 first
+DEFINE_MATMUL(matmul, KIND)
 void NAME(float* restrict out, const float* restrict x, const u8* restrict w, const u8* restrict scale) {
-  const i64 row_bytes = KIND == F32 ? 4 * K : KIND == BF16 ? 2 * K : KIND == FP8 ? K : K / 2, scales = KIND == FP8 ? (K + 127) / 128 : K / 32;
   for (int t = 0; t < T; t += 6) for (int g = 0; g < G; g++) {
     float y[6 * K]; int rows = T - t < 6 ? T - t : 6;
     for (int r = 0; r < rows; r++) prepare(y + r * K, x + ((i64)(t + r) * G + g) * K, K, KIND, QUANTISE);
-    stored_matmul(out + (i64)t * G * N + (i64)g * N, (i64)G * N, y, rows, KIND, w + (i64)g * N * row_bytes, scale + (i64)g * N * scales, N, K);
+    matmul(out + (i64)t * G * N + (i64)g * N, (i64)G * N, y, rows, w + (i64)g * N * bytes_of(KIND, K), scale + (i64)g * N * scales_of(KIND, K), N, K);
   }
   if (ROUND) for (i64 i = 0; i < (i64)T * G * N; i++) out[i] = bf16(out[i]);
 }
@@ -445,49 +475,100 @@ void NAME(u8* restrict out, const float* restrict q, const u8* restrict keys, co
 #endif
 
 #if defined(KERNEL_attend) || defined(KERNEL_attend_block)
-#define BLOCK 64                                            // rows decoded at a time, as the official kernel takes them
-// o (H,D) = each head's softmax over n rows and its sink, of rows that are keys and values, rotated back. Rows from `plain`
-// on are float32, those before it as the cache holds them. The running maximum is what makes one pass enough.
-static void mix_rows(float* restrict o, const float* restrict q, const u8* const* row, int n, int plain, const float* restrict sink,
-                     const float* restrict rope) {
-  float top[H], sum[H], s[BLOCK];
-  for (int h = 0; h < H; h++) { top[h] = -INF; sum[h] = 0; }
-  for (i64 i = 0; i < (i64)H * D; i++) o[i] = 0;
-  for (int first = 0; first < n; first += BLOCK) {
-    int m = n - first < BLOCK ? n - first : BLOCK; const float* kv[BLOCK]; float room[W4A8 ? BLOCK * D : 1];
+typedef float v16 __attribute__((vector_size(64), aligned(4)));
+enum { BLOCK = 64, GROUP = 8, HT = H % 4 ? 1 : 4 };         // cached rows, and queries, taken together; heads that share a load
+static inline v16 ld16(const float* p) { return *(const v16*)p; }
+static inline float sum16(v16 a) { v8 b; for (int i = 0; i < 8; i++) b[i] = a[i] + a[i + 8]; return hsum(b); }
+typedef struct { float top[H], sum[H], o[H * D]; } Mix;     // a query's running maximum, sum of weights and weighted rows
+
+static void mix_start(Mix* a) {
+  for (int h = 0; h < H; h++) { a->top[h] = -INF; a->sum[h] = 0; }
+  for (int i = 0; i < H * D; i++) a->o[i] = 0;
+}
+// adds m rows, which are keys and values, to a query's softmax; their order and number per call follow from positions alone
+static void mix_add(Mix* a, const float* restrict q, const float* const* kv, int m) {
+  if (!m) return;
+  for (int h = 0; h < H; h += HT) {
+    float s[HT][BLOCK], keep[HT];
     for (int i = 0; i < m; i++) {
-      if (W4A8 && first + i < plain) { get_row(room + W4A8 * i * D, row[first + i], D - R, R); kv[i] = room + W4A8 * i * D; }
-      else kv[i] = (const float*)row[first + i];
-    }
-    for (int h = 0; h < H; h++) {
-      float *a = o + (i64)h * D, best = top[h]; int c = 0;
-      for (int i = 0; i < m; i++) { s[i] = dot(q + (i64)h * D, kv[i], D) * SCALE; best = s[i] > best ? s[i] : best; }
-      float keep = expf_(top[h] - best); sum[h] *= keep; top[h] = best;
-      for (int i = 0; i < m; i++) { float e = expf_(s[i] - best); sum[h] += e; s[i] = rnd(e); }
+      v16 x[HT], y[HT]; int c = 0; float tail[HT];
+      for (int j = 0; j < HT; j++) { x[j] = (v16){0}; y[j] = (v16){0}; tail[j] = 0; }
       for (; c + 32 <= D; c += 32) {
-        v8 a0 = ld(a + c) * keep, a1 = ld(a + c + 8) * keep, a2 = ld(a + c + 16) * keep, a3 = ld(a + c + 24) * keep;
-        for (int i = 0; i < m; i++) { const float* r = kv[i] + c; a0 += s[i] * ld(r); a1 += s[i] * ld(r + 8); a2 += s[i] * ld(r + 16); a3 += s[i] * ld(r + 24); }
-        *(v8*)(a + c) = a0; *(v8*)(a + c + 8) = a1; *(v8*)(a + c + 16) = a2; *(v8*)(a + c + 24) = a3;
+        v16 k0 = ld16(kv[i] + c), k1 = ld16(kv[i] + c + 16);
+        for (int j = 0; j < HT; j++) { const float* r = q + (i64)(h + j) * D + c; x[j] += ld16(r) * k0; y[j] += ld16(r + 16) * k1; }
       }
-      for (; c < D; c++) { float b = a[c] * keep; for (int i = 0; i < m; i++) b += s[i] * kv[i][c]; a[c] = b; }
+      for (; c < D; c++) for (int j = 0; j < HT; j++) tail[j] += q[(i64)(h + j) * D + c] * kv[i][c];
+      for (int j = 0; j < HT; j++) s[j][i] = (sum16(x[j] + y[j]) + tail[j]) * SCALE;
+    }
+    for (int j = 0; j < HT; j++) {
+      float best = a->top[h + j], sum = 0;
+      for (int i = 0; i < m; i++) best = s[j][i] > best ? s[j][i] : best;
+      for (int i = 0; i < m; i++) s[j][i] = expf_(s[j][i] - best);
+      for (int i = 0; i < m; i++) sum += s[j][i];
+      keep[j] = expf_(a->top[h + j] - best); a->sum[h + j] = a->sum[h + j] * keep[j] + sum; a->top[h + j] = best;
+      if (W4A8) for (int i = 0; i < m; i++) s[j][i] = bf16(s[j][i]);
+    }
+    int c = 0;
+    for (; c + 32 <= D; c += 32) {
+      v16 x[HT], y[HT];
+      for (int j = 0; j < HT; j++) { float* o = a->o + (h + j) * D + c; x[j] = ld16(o) * keep[j]; y[j] = ld16(o + 16) * keep[j]; }
+      for (int i = 0; i < m; i++) {
+        v16 k0 = ld16(kv[i] + c), k1 = ld16(kv[i] + c + 16);
+        for (int j = 0; j < HT; j++) { x[j] += s[j][i] * k0; y[j] += s[j][i] * k1; }
+      }
+      for (int j = 0; j < HT; j++) { float* o = a->o + (h + j) * D + c; *(v16*)o = x[j]; *(v16*)(o + 16) = y[j]; }
+    }
+    for (; c < D; c++) for (int j = 0; j < HT; j++) {
+      float b = a->o[(h + j) * D + c] * keep[j]; for (int i = 0; i < m; i++) b += s[j][i] * kv[i][c];
+      a->o[(h + j) * D + c] = b;
     }
   }
+}
+static void mix_end(float* restrict out, const Mix* a, const float* restrict sink, const float* restrict rope) {
   for (int h = 0; h < H; h++) {
-    float *a = o + (i64)h * D, all = sum[h] + expf_(sink[h] - top[h]);
-    for (int c = 0; c < D; c++) a[c] = rnd(a[c] / all);
-    rotate(a + D - R, rope, R, -1);
+    float *o = out + (i64)h * D, all = a->sum[h] + expf_(sink[h] - a->top[h]);
+    for (int c = 0; c < D; c++) o[c] = rnd(a->o[h * D + c] / all);
+    rotate(o + D - R, rope, R, -1);
   }
+}
+// where a cached row can be read as floats: in place, or decoded into `room`
+static inline const float* as_floats(float* room, const u8* row) {
+  if (!W4A8) return (const float*)row;
+  get_row(room, row, D - R, R); return room;
 }
 #endif
 
 #ifdef KERNEL_attend   // out (T,H,D); q (T,H,D), ring (RING,row), entries (C,row), chosen (T,N), sink (H,), rope (T,R/2,2), pos (1,)
 void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const u8* restrict entries,
           const u8* restrict chosen, const float* restrict sink, const float* restrict rope, const int* restrict pos) {
-  for (int t = 0; t < T; t++) {
-    const u8* row[WINDOW + N]; int n = 0, p = pos[0] + t;
-    for (int i = p - WINDOW + 1 < 0 ? 0 : p - WINDOW + 1; i <= p; i++) row[n++] = ring + (i64)(i % RING) * ROW_BYTES(D - R, R);
-    for (int j = 0; j < N && j < (p + 1) / RATIO; j++) if (!CHOSEN || chosen[(i64)t * N + j]) row[n++] = entries + (i64)j * ROW_BYTES(D - R, R);
-    mix_rows(out + (i64)t * H * D, q + (i64)t * H * D, row, n, n, sink, rope + (i64)t * R);
+  Mix mix[T < GROUP ? T : GROUP]; float room[W4A8 ? BLOCK * D : 1]; const float *kv[BLOCK], *see[BLOCK];
+  for (int t0 = 0; t0 < T; t0 += GROUP) {                  // a cached row is decoded once for all queries of a group
+    int g = T - t0 < GROUP ? T - t0 : GROUP, p0 = pos[0] + t0, last = p0 + g - 1, first = p0 - WINDOW + 1 < 0 ? 0 : p0 - WINDOW + 1;
+    for (int t = 0; t < g; t++) mix_start(mix + t);
+    for (int b = first / BLOCK * BLOCK; b <= last; b += BLOCK) {
+      for (int i = 0; i < BLOCK; i++)
+        if (b + i >= first && b + i <= last) kv[i] = as_floats(room + W4A8 * i * D, ring + (i64)((b + i) % RING) * ROW_BYTES(D - R, R));
+      for (int t = 0; t < g; t++) {
+        int m = 0;
+        for (int i = 0; i < BLOCK; i++) if (b + i >= 0 && b + i <= p0 + t && b + i > p0 + t - WINDOW) see[m++] = kv[i];
+        mix_add(mix + t, q + (i64)(t0 + t) * H * D, see, m);
+      }
+    }
+    for (int b = 0; b < N && b < (last + 1) / RATIO; b += BLOCK) {
+      int any = 0;
+      for (int i = 0; i < BLOCK && b + i < N; i++) {
+        int wanted = !CHOSEN && b + i < (last + 1) / RATIO;
+        if (CHOSEN) for (int t = 0; t < g; t++) wanted |= chosen[(i64)(t0 + t) * N + b + i];
+        if (wanted) kv[i] = as_floats(room + W4A8 * i * D, entries + (i64)(b + i) * ROW_BYTES(D - R, R));
+        any |= wanted;
+      }
+      if (any) for (int t = 0; t < g; t++) {
+        int m = 0;
+        for (int i = 0; i < BLOCK && b + i < N; i++) if (CHOSEN ? chosen[(i64)(t0 + t) * N + b + i] : b + i < (p0 + t + 1) / RATIO) see[m++] = kv[i];
+        mix_add(mix + t, q + (i64)(t0 + t) * H * D, see, m);
+      }
+    }
+    for (int t = 0; t < g; t++) mix_end(out + (i64)(t0 + t) * H * D, mix + t, sink, rope + (i64)(t0 + t) * R);
   }
 }
 #endif
@@ -495,11 +576,18 @@ void NAME(float* restrict out, const float* restrict q, const u8* restrict ring,
 #ifdef KERNEL_attend_block // out (T,H,D); q (T,H,D), ring (RING,row), block (T,D), sink (H,), rope (T,R/2,2), pos (1,)
 void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const float* restrict block,
           const float* restrict sink, const float* restrict rope, const int* restrict pos) {
-  const u8* row[WINDOW + T]; int n = 0, seen;
-  for (int i = pos[0] - WINDOW < 0 ? 0 : pos[0] - WINDOW; i < pos[0]; i++) row[n++] = ring + (i64)(i % RING) * ROW_BYTES(D - R, R);
-  seen = n;
-  for (int t = 0; t < T; t++) row[n++] = (const u8*)(block + (i64)t * D);
-  for (int t = 0; t < T; t++) mix_rows(out + (i64)t * H * D, q + (i64)t * H * D, row, n, seen, sink, rope + (i64)t * R);
+  Mix mix[T]; float room[W4A8 ? BLOCK * D : 1]; const float* kv[BLOCK];
+  for (int t = 0; t < T; t++) mix_start(mix + t);
+  for (int p = pos[0] < WINDOW ? 0 : pos[0] - WINDOW; p < pos[0]; p += BLOCK) {
+    int m = pos[0] - p < BLOCK ? pos[0] - p : BLOCK;
+    for (int i = 0; i < m; i++) kv[i] = as_floats(room + W4A8 * i * D, ring + (i64)((p + i) % RING) * ROW_BYTES(D - R, R));
+    for (int t = 0; t < T; t++) mix_add(mix + t, q + (i64)t * H * D, kv, m);
+  }
+  for (int t = 0; t < T; t++) kv[t] = block + (i64)t * D;
+  for (int t = 0; t < T; t++) {
+    mix_add(mix + t, q + (i64)t * H * D, kv, T);
+    mix_end(out + (i64)t * H * D, mix + t, sink, rope + (i64)t * R);
+  }
 }
 #endif
 
@@ -523,12 +611,14 @@ void NAME(int* restrict ids, float* restrict weights, const float* restrict z, c
 #endif
 
 #ifdef KERNEL_experts  // out (T,D); x (T,D), w13 (E,2I,D), w2 (E,D,I), s13 (2J,D), s2 (D,J), each with scales; ids (T,TOPK), weights (T,TOPK)
+DEFINE_MATMUL(routed, KIND)
+DEFINE_MATMUL(shared, SHARED)
 typedef struct { float *y; const float* x; float weight; } Job;
 typedef struct { const u8 *w13, *s13, *w2, *s2; } Pair;
-static inline __attribute__((always_inline)) void ffn(const Job* job, int rows, int kind, Pair w, int inner) {
-  float x[6 * D], u[6 * 2 * (I > J ? I : J)], t[6 * (I > J ? I : J)], v[6 * D];
+static void ffn(const Job* job, int rows, int is_shared, Pair w, int inner) {
+  float x[6 * D], u[6 * 2 * (I > J ? I : J)], t[6 * (I > J ? I : J)], v[6 * D]; const int kind = is_shared ? SHARED : KIND;
   for (int r = 0; r < rows; r++) prepare(x + r * D, job[r].x, D, kind, W4A8);
-  stored_matmul(u, 2 * inner, x, rows, kind, w.w13, w.s13, 2 * inner, D);
+  (is_shared ? shared : routed)(u, 2 * inner, x, rows, w.w13, w.s13, 2 * inner, D);
   for (int r = 0; r < rows; r++) {
     float *a = u + r * 2 * inner;
     for (int i = 0; i < inner; i++) {
@@ -538,29 +628,27 @@ static inline __attribute__((always_inline)) void ffn(const Job* job, int rows, 
     }
     prepare(t + r * inner, a, inner, kind, W4A8);
   }
-  stored_matmul(v, D, t, rows, kind, w.w2, w.s2, D, inner);
+  (is_shared ? shared : routed)(v, D, t, rows, w.w2, w.s2, D, inner);
   for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++) job[r].y[d] += rnd(v[r * D + d]);
 }
-static i64 size_of(int kind, i64 n, i64 k) { return n * (kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2); }
-static i64 scales_of(int kind, i64 n, i64 k) { return n * (kind == FP8 ? (k + 127) / 128 : k / 32); }
 void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, const u8* restrict w13s, const u8* restrict w2,
           const u8* restrict w2s, const u8* restrict s13, const u8* restrict s13s, const u8* restrict s2, const u8* restrict s2s,
           const int* restrict ids, const float* restrict weights) {
   for (i64 i = 0; i < (i64)T * D; i++) out[i] = 0;
-  for (int e = 0; e < E; e++) {                            // by expert: its weights are read once for all rows
-    Pair w = { w13 + e * size_of(KIND, 2 * I, D), w13s + e * scales_of(KIND, 2 * I, D), w2 + e * size_of(KIND, D, I), w2s + e * scales_of(KIND, D, I) };
+  for (i64 e = 0; e < E; e++) {                            // by expert: its weights are read once for all rows
+    Pair w = { w13 + e * 2 * I * bytes_of(KIND, D), w13s + e * 2 * I * scales_of(KIND, D), w2 + e * D * bytes_of(KIND, I), w2s + e * D * scales_of(KIND, I) };
     Job job[6]; int n = 0;
     for (int t = 0; t < T; t++) for (int k = 0; k < TOPK; k++) {
       if (ids[t * TOPK + k] != e) continue;
       job[n++] = (Job){ out + (i64)t * D, x + (i64)t * D, weights[t * TOPK + k] };
-      if (n == 6) { ffn(job, 6, KIND, w, I); n = 0; }
+      if (n == 6) { ffn(job, 6, 0, w, I); n = 0; }
     }
-    if (n) ffn(job, n, KIND, w, I);
+    if (n) ffn(job, n, 0, w, I);
   }
   for (int t = 0; t < T; t += 6) {
     Job job[6]; int n = T - t < 6 ? T - t : 6;
     for (int r = 0; r < n; r++) job[r] = (Job){ out + (i64)(t + r) * D, x + (i64)(t + r) * D, 1.0f };
-    ffn(job, n, SHARED, (Pair){ s13, s13s, s2, s2s }, J);
+    ffn(job, n, 1, (Pair){ s13, s13s, s2, s2s }, J);
   }
   if (W4A8) for (i64 i = 0; i < (i64)T * D; i++) out[i] = bf16(out[i]);
 }
