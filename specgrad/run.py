@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from tqdm import tqdm
 
 import specgrad
+from specgrad.plan import report
 from specgrad.prompt import THINK, THINK_END, check_tokens, encode_chat, split_reply
 
 if TYPE_CHECKING:
@@ -73,6 +74,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
   where = size.add_mutually_exclusive_group()
   where.add_argument("--gpus", type=int, metavar="N", help="run on N CUDA devices; only 1 for now")
   where.add_argument("--devices", metavar="A,B", help="tinygrad's names; only one for now (default: CPU)")
+  plan = parser.add_argument_group("what would fit, from the files' headers alone")
+  plan.add_argument("--plan", action="store_true", help="print memory and speed limits and leave; reads no weights, needs no device")
+  plan.add_argument("--users", type=int, default=1, metavar="N", help="with --plan: sequences at once (default: %(default)s)")
+  plan.add_argument("--gpu", default="RTX PRO 6000", metavar="NAME", help="with --plan: a known card, or a memory size such "
+                    "as '96 GiB' (default: %(default)s)")
+  plan.add_argument("--kv", choices=("sharded", "replicated"), default="sharded", help="with --plan: how two GPUs would hold "
+                    "the cache (default: %(default)s)")
   parser.add_argument_group("other").add_argument("-h", "--help", action="help", help="show this and leave")
   return parser.parse_args(argv)
 
@@ -314,6 +322,9 @@ class Chat:
 
 def run(argv: Sequence[str] | None) -> None:
   args = parse(argv)
+  if args.plan:
+    folder = specgrad.demo_path() if args.model is None else Path(args.model)
+    return print(report(folder, args.gpus or 1, args.users, args.max_context, args.kv, args.gpu, args.depth))
   device = one_device(args)
   if args.max_tokens < 1: raise ValueError(f"--max-tokens={args.max_tokens}, want at least 1")
   text = None if args.self_test else one_prompt(args)
