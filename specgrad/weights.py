@@ -49,14 +49,18 @@ def stream(checkpoint: Checkpoint, device: str, done: Callable[[int], None] = la
 
   The host holds one stack at a time: a layer's experts, at worst."""
   kinds = {name: e.kind for name, e in expected_tensors(checkpoint.config).items()}
-  for held, names in groups(checkpoint, prefix).items():
+  held_by = groups(checkpoint, prefix)
+  formats: dict[str, set[str]] = {}                        # of all matrices of one kind of expert in a layer: they go together
+  for held, names in held_by.items(): formats.setdefault(held.rpartition(".w")[0], set()).update(checkpoint.tensors[n].dtype for n in names)
+  for held, names in held_by.items():
     if held.endswith("tid2eid"):
       done(checkpoint.tensors[held].nbytes)
       yield held, Tensor(checkpoint.read(held).astype(np.int32), device=device).clone().realize()
       continue
     matrix = packed and (kinds[names[0]] in MATRICES or held.endswith(HALF))
     parts = [stored(checkpoint, n) if matrix else ("F32", load_f32(checkpoint, n), None) for n in names]
-    if len({kind for kind, *_ in parts}) > 1: parts = [("F32", load_f32(checkpoint, n), None) for n in names]  # holds any mix
+    together = formats[held.rpartition(".w")[0]] if "experts." in held else {kind for kind, *_ in parts}
+    if matrix and len(together) > 1: parts = [("F32", load_f32(checkpoint, n), None) for n in names]  # holds any mix
     experts = checkpoint.config.n_routed_experts if ".experts." in held else 0
     tensors = []
     for column in ([data for _, data, _ in parts], [scale for *_, scale in parts if scale is not None]):

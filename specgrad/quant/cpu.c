@@ -65,10 +65,12 @@ static inline float bf16(float x) {                         // to bfloat16, ties
   a.u = (a.u & 0x7fffffffu) > 0x7f800000u ? a.u : r; return a.f;
 }
 static inline float rnd(float x) { return W4A8 ? bf16(x) : x; }
-static inline float pow2(int code) { bits a; a.u = code ? (u32)code << 23 : 1u << 22; return a.f; }      // of an e8m0 code
-static inline int scale_code(float amax, float inverse) {   // e8m0 code of 2^ceil(log2(amax * inverse))
-  bits a = { amax * inverse };
-  return (int)(a.u >> 23) + ((a.u & 0x7fffffu) != 0);
+static inline float pow2(int code) {                        // of an e8m0 code; 255 is NaN
+  bits a; a.u = code == 255 ? 0x7fc00000u : code ? (u32)code << 23 : 1u << 22; return a.f;
+}
+static inline int scale_code(float amax, float inverse) {   // e8m0 code of 2^ceil(log2(amax * inverse)); 255 of what is not finite
+  bits a = { amax * inverse }; int code = (int)(a.u >> 23) + ((a.u & 0x7fffffu) != 0);
+  return code > 254 ? 255 : code;
 }
 static inline float amax(const float* x, int n, float least) {   // an integer maximum: the same order, and it vectorises
   bits best = { least };
@@ -94,13 +96,13 @@ static inline float round_e2m1(float x) {                   // |x| <= 6, ties to
 }
 static inline void act_quant(float* restrict y, const float* restrict x, int n, int group) {       // e4m3 and back
   for (int g = 0; g < n; g += group) {
-    int m = n - g < group ? n - g : group, c = scale_code(amax(x + g, m, 1e-4f), 1.0f / 448); float s = pow2(c), inv = pow2(254 - c);
+    int m = n - g < group ? n - g : group, c = scale_code(amax(x + g, m, 1e-4f), 1.0f / 448); float s = pow2(c), inv = pow2(c == 255 ? 255 : 254 - c);
     for (int i = 0; i < m; i++) y[g + i] = round_e4m3(x[g + i] * inv) * s;
   }
 }
 static inline void fp4_quant(float* x, int n) {             // e2m1 in groups of 32 and back
   for (int g = 0; g < n; g += 32) {
-    int c = scale_code(amax(x + g, 32, 6 * 0x1p-126f), 1.0f / 6); float s = pow2(c), inv = pow2(254 - c);
+    int c = scale_code(amax(x + g, 32, 6 * 0x1p-126f), 1.0f / 6); float s = pow2(c), inv = pow2(c == 255 ? 255 : 254 - c);
     for (int i = 0; i < 32; i++) { float v = x[g + i] * inv; x[g + i] = round_e2m1(v > 6 ? 6 : v < -6 ? -6 : v) * s; }
   }
 }
@@ -115,7 +117,7 @@ static inline void put_row(u8* row, const float* x, int n, int r) {
   if (!W4A8) { for (int i = 0; i < n + r; i++) ((float*)row)[i] = x[i]; return; }
   u8* scale = row + n + 2 * r;
   for (int g = 0; g < n; g += 64) {
-    int m = n - g < 64 ? n - g : 64, c = scale_code(amax(x + g, m, 1e-4f), 1.0f / 448); float inv = pow2(254 - c);
+    int m = n - g < 64 ? n - g : 64, c = scale_code(amax(x + g, m, 1e-4f), 1.0f / 448); float inv = pow2(c == 255 ? 255 : 254 - c);
     for (int i = 0; i < m; i++) row[g + i] = to_e4m3(x[g + i] * inv);
     scale[g / 64] = (u8)c;
   }
@@ -135,7 +137,7 @@ static inline void put_key(u8* row, float* x, int n) {
   if (!W4A8) { for (int i = 0; i < n; i++) ((float*)row)[i] = x[i]; return; }
   hadamard(x, n, HADAMARD);
   for (int g = 0; g < n; g += 32) {
-    int c = scale_code(amax(x + g, 32, 6 * 0x1p-126f), 1.0f / 6); float inv = pow2(254 - c); row[n / 2 + g / 32] = (u8)c;
+    int c = scale_code(amax(x + g, 32, 6 * 0x1p-126f), 1.0f / 6); float inv = pow2(c == 255 ? 255 : 254 - c); row[n / 2 + g / 32] = (u8)c;
     for (int i = g; i < g + 32; i += 2) {
       int code[2];
       for (int b = 0; b < 2; b++) {
@@ -288,7 +290,7 @@ static inline __attribute__((always_inline)) void weights16(v16* even, v16* odd,
   typedef signed char c16 __attribute__((vector_size(16), aligned(1)));
   if (kind == F32) *even = *(const v16*)((const float*)w + k);
   if (kind == BF16) *even = (v16)(__builtin_convertvector(*(const h16*)((const unsigned short*)w + k), w16) << 16);
-  if (kind == FP8) *even = (v16)(__builtin_convertvector(*(const c16*)(w + k), w16) << 20 & (int)0x87f00000) * s;  // s brings 2^120
+  if (kind == FP8) *even = (v16)(__builtin_convertvector(*(const c16*)(w + k), w16) << 20 & (int)0x87f00000) * 0x1p120f * s;
   if (kind == FP4) {
     w16 c = __builtin_convertvector(*(const b16*)(w + k / 2), w16); v16 table = E2M1_LANES * s;
     *even = look_up(table, c); *odd = look_up(table, c >> 4);
@@ -302,7 +304,7 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
   for (int j = 0; j < rows * cols; j++) acc[j] = (v16){0};
   for (i64 g = 0; g + step <= k; g += group) {
     float s[4];
-    for (int c = 0; c < cols; c++) s[c] = kind == FP8 ? pow2(scale[c * scales + g / 128]) * 0x1p120f : kind == FP4 ? pow2(scale[c * scales + g / 32]) : 1;
+    for (int c = 0; c < cols; c++) s[c] = kind == FP8 ? pow2(scale[c * scales + g / 128]) : kind == FP4 ? pow2(scale[c * scales + g / 32]) : 1;
     for (i = g; i + step <= k && i < g + group; i += step) {
       v16 even[4], odd[4];
       for (int c = 0; c < cols; c++) weights16(even + c, odd + c, kind, w + c * row_bytes, s[c], i);
@@ -330,7 +332,7 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
   }
 }
 // NAME(out, stride, x, rows, w, scale, n, k): out (rows,n) of stride `stride` = x (rows,k) contiguous times w (n,k), six rows at a
-// time. A function for each number of rows, and only for those that T lets happen, keeps their sums in registers.
+// time. A function for each number of rows, and only for those that can happen, keeps their sums in registers.
 #define DEFINE_MATMUL(NAME, KIND) \
   MATMUL_ROWS(NAME, KIND, 1) MATMUL_ROWS(NAME, KIND, 2) MATMUL_ROWS(NAME, KIND, 3) \
   MATMUL_ROWS(NAME, KIND, 4) MATMUL_ROWS(NAME, KIND, 5) MATMUL_ROWS(NAME, KIND, 6) \
@@ -348,7 +350,7 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
   static __attribute__((noinline)) void NAME##M(float* out, i64 stride, const float* x, const u8* w, const u8* scale, int n, i64 k) { \
     enum { WIDE = M > 1 && KIND == FP4 ? 2 : 4 }; int c = 0;  /* as many as the registers hold */ \
     const i64 row_bytes = bytes_of(KIND, k), scales = scales_of(KIND, k); \
-    if (T < M) return; \
+    if (MOST_ROWS < M) return; \
     for (; c + WIDE <= n; c += WIDE) product(out + c, stride, x, M, KIND, w + c * row_bytes, scale + c * scales, WIDE, k, row_bytes, scales); \
     for (; c < n; c++) product(out + c, stride, x, M, KIND, w + c * row_bytes, scale + c * scales, 1, k, row_bytes, scales); \
   }
@@ -364,6 +366,7 @@ static inline void prepare(float* restrict y, const float* restrict x, int k, in
 #endif
 
 #ifdef KERNEL_linear   // out (T,G*N); x (T,G*K), w (G*N,K) and its scales: G independent products. QUANTISE: x to e4m3 first
+#define MOST_ROWS T
 DEFINE_MATMUL(matmul, KIND)
 void NAME(float* restrict out, const float* restrict x, const u8* restrict w, const u8* restrict scale) {
   for (int t = 0; t < T; t += 6) for (int g = 0; g < G; g++) {
@@ -538,33 +541,29 @@ static inline const float* as_floats(float* room, const u8* row) {
 }
 #endif
 
+// Keys are taken in blocks of 64 columns, as the official kernel takes them: column c < WINDOW is the c-th visible position, column
+// WINDOW + e the e-th entry a query sees. What shares a block, and so a maximum, follows from the query alone.
 #ifdef KERNEL_attend   // out (T,H,D); q (T,H,D), ring (RING,row), entries (C,row), chosen (T,N), sink (H,), rope (T,R/2,2), pos (1,)
 void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const u8* restrict entries,
           const u8* restrict chosen, const float* restrict sink, const float* restrict rope, const int* restrict pos) {
-  Mix mix[T < GROUP ? T : GROUP]; float room[W4A8 ? BLOCK * D : 1]; const float *kv[BLOCK], *see[BLOCK];
-  for (int t0 = 0; t0 < T; t0 += GROUP) {                  // a cached row is decoded once for all queries of a group
-    int g = T - t0 < GROUP ? T - t0 : GROUP, p0 = pos[0] + t0, last = p0 + g - 1, first = p0 - WINDOW + 1 < 0 ? 0 : p0 - WINDOW + 1;
+  enum { ROWS = WINDOW + GROUP - 1 };
+  Mix mix[T < GROUP ? T : GROUP]; float near[W4A8 ? ROWS * D : 1], far[W4A8 ? BLOCK * D : 1]; const float *kv[ROWS], *see[BLOCK];
+  for (int t0 = 0; t0 < T; t0 += GROUP) {                  // a row of the window is decoded once for all queries of a group
+    int g = T - t0 < GROUP ? T - t0 : GROUP, p0 = pos[0] + t0, first = p0 - WINDOW + 1 < 0 ? 0 : p0 - WINDOW + 1, next[GROUP] = { 0 }, more = 1;
+    for (int i = first; i < p0 + g; i++) kv[i - first] = as_floats(near + W4A8 * (i - first) * D, ring + (i64)(i % RING) * ROW_BYTES(D - R, R));
     for (int t = 0; t < g; t++) mix_start(mix + t);
-    for (int b = first / BLOCK * BLOCK; b <= last; b += BLOCK) {
-      for (int i = 0; i < BLOCK; i++)
-        if (b + i >= first && b + i <= last) kv[i] = as_floats(room + W4A8 * i * D, ring + (i64)((b + i) % RING) * ROW_BYTES(D - R, R));
+    for (int b = 0; b < WINDOW || more; b += BLOCK) {
+      more = 0;
       for (int t = 0; t < g; t++) {
-        int m = 0;
-        for (int i = 0; i < BLOCK; i++) if (b + i >= 0 && b + i <= p0 + t && b + i > p0 + t - WINDOW) see[m++] = kv[i];
-        mix_add(mix + t, q + (i64)(t0 + t) * H * D, see, m);
-      }
-    }
-    for (int b = 0; b < N && b < (last + 1) / RATIO; b += BLOCK) {
-      int any = 0;
-      for (int i = 0; i < BLOCK && b + i < N; i++) {
-        int wanted = !CHOSEN && b + i < (last + 1) / RATIO;
-        if (CHOSEN) for (int t = 0; t < g; t++) wanted |= chosen[(i64)(t0 + t) * N + b + i];
-        if (wanted) kv[i] = as_floats(room + W4A8 * i * D, entries + (i64)(b + i) * ROW_BYTES(D - R, R));
-        any |= wanted;
-      }
-      if (any) for (int t = 0; t < g; t++) {
-        int m = 0;
-        for (int i = 0; i < BLOCK && b + i < N; i++) if (CHOSEN ? chosen[(i64)(t0 + t) * N + b + i] : b + i < (p0 + t + 1) / RATIO) see[m++] = kv[i];
+        int m = 0, p = p0 + t, low = p - WINDOW + 1 < 0 ? 0 : p - WINDOW + 1, n = (p + 1) / RATIO < N ? (p + 1) / RATIO : N, *e = next + t;
+        for (int c = b; c < b + BLOCK && c < WINDOW; c++) if (low + c <= p) see[m++] = kv[low + c - first];
+        for (int c = b > WINDOW ? b : WINDOW; c < b + BLOCK && *e < n; (*e)++) {
+          if (CHOSEN && !chosen[(i64)(t0 + t) * N + *e]) continue;
+          float* room = far + W4A8 * (c - b) * D;          // where all queries see the same entries, the group's last one decodes them
+          if (CHOSEN || !W4A8 || t == 0 || *e >= p0 / RATIO) as_floats(room, entries + (i64)*e * ROW_BYTES(D - R, R));
+          see[m++] = W4A8 ? room : as_floats(room, entries + (i64)*e * ROW_BYTES(D - R, R)); c++;
+        }
+        more |= *e < n;
         mix_add(mix + t, q + (i64)(t0 + t) * H * D, see, m);
       }
     }
@@ -576,18 +575,16 @@ void NAME(float* restrict out, const float* restrict q, const u8* restrict ring,
 #ifdef KERNEL_attend_block // out (T,H,D); q (T,H,D), ring (RING,row), block (T,D), sink (H,), rope (T,R/2,2), pos (1,)
 void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const float* restrict block,
           const float* restrict sink, const float* restrict rope, const int* restrict pos) {
-  Mix mix[T]; float room[W4A8 ? BLOCK * D : 1]; const float* kv[BLOCK];
+  Mix mix[T]; float room[W4A8 ? BLOCK * D : 1]; const float* kv[BLOCK]; int first = pos[0] < WINDOW ? 0 : pos[0] - WINDOW;
   for (int t = 0; t < T; t++) mix_start(mix + t);
-  for (int p = pos[0] < WINDOW ? 0 : pos[0] - WINDOW; p < pos[0]; p += BLOCK) {
-    int m = pos[0] - p < BLOCK ? pos[0] - p : BLOCK;
-    for (int i = 0; i < m; i++) kv[i] = as_floats(room + W4A8 * i * D, ring + (i64)((p + i) % RING) * ROW_BYTES(D - R, R));
+  for (int b = 0; b < WINDOW + T; b += BLOCK) {
+    int m = 0;
+    for (int c = b; c < b + BLOCK && c < WINDOW; c++)
+      if (first + c < pos[0]) { kv[m] = as_floats(room + W4A8 * m * D, ring + (i64)((first + c) % RING) * ROW_BYTES(D - R, R)); m++; }
+    for (int c = b > WINDOW ? b : WINDOW; c < b + BLOCK && c < WINDOW + T; c++) kv[m++] = block + (i64)(c - WINDOW) * D;
     for (int t = 0; t < T; t++) mix_add(mix + t, q + (i64)t * H * D, kv, m);
   }
-  for (int t = 0; t < T; t++) kv[t] = block + (i64)t * D;
-  for (int t = 0; t < T; t++) {
-    mix_add(mix + t, q + (i64)t * H * D, kv, T);
-    mix_end(out + (i64)t * H * D, mix + t, sink, rope + (i64)t * R);
-  }
+  for (int t = 0; t < T; t++) mix_end(out + (i64)t * H * D, mix + t, sink, rope + (i64)t * R);
 }
 #endif
 
@@ -611,13 +608,15 @@ void NAME(int* restrict ids, float* restrict weights, const float* restrict z, c
 #endif
 
 #ifdef KERNEL_experts  // out (T,D); x (T,D), w13 (E,2I,D), w2 (E,D,I), s13 (2J,D), s2 (D,J), each with scales; ids (T,TOPK), weights (T,TOPK)
+#define MOST_ROWS (T * TOPK)                                // a row may name one expert twice
 DEFINE_MATMUL(routed, KIND)
 DEFINE_MATMUL(shared, SHARED)
 typedef struct { float *y; const float* x; float weight; } Job;
 typedef struct { const u8 *w13, *s13, *w2, *s2; } Pair;
 static void ffn(const Job* job, int rows, int is_shared, Pair w, int inner) {
   float x[6 * D], u[6 * 2 * (I > J ? I : J)], t[6 * (I > J ? I : J)], v[6 * D]; const int kind = is_shared ? SHARED : KIND;
-  for (int r = 0; r < rows; r++) prepare(x + r * D, job[r].x, D, kind, W4A8);
+  const int quantise = W4A8 && (kind == FP8 || kind == FP4);
+  for (int r = 0; r < rows; r++) prepare(x + r * D, job[r].x, D, kind, quantise);
   (is_shared ? shared : routed)(u, 2 * inner, x, rows, w.w13, w.s13, 2 * inner, D);
   for (int r = 0; r < rows; r++) {
     float *a = u + r * 2 * inner;
@@ -626,7 +625,7 @@ static void ffn(const Job* job, int rows, int is_shared, Pair w, int inner) {
       g = g > LIMIT ? LIMIT : g; b = b > LIMIT ? LIMIT : b < -LIMIT ? -LIMIT : b;
       a[i] = rnd(g * sigmoid(g) * b * job[r].weight);
     }
-    prepare(t + r * inner, a, inner, kind, W4A8);
+    prepare(t + r * inner, a, inner, kind, quantise);
   }
   (is_shared ? shared : routed)(v, D, t, rows, w.w2, w.s2, D, inner);
   for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++) job[r].y[d] += rnd(v[r * D + d]);
