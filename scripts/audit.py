@@ -600,7 +600,7 @@ def scale_couples(per_tensor: bool) -> bool:
 LEVELS = {"L0": "the rule, enumerated", "L1": "the compiled rule", "L2": "captured steps, known law",
           "L3": "law of real text", "L4": "ids against plain decoding", "L5": "wrong verifiers"}
 NOT_SHOWN = ("the bound of L3 is on the mass of its named sets, not on the whole law",
-             "filters and penalties are tested on made logits (L1), not along replies",
+             "filters are tested on made logits (L1), not along replies; penalties are not looked at",
              "plain decoding here is that of this program: that the model itself is computed rightly is not looked at",
              "what was audited is this checkpoint, draft, depth, numerics and device; another one needs its own audit")
 

@@ -40,7 +40,7 @@ def text() -> list[int]: return np.random.default_rng(3).integers(3, 1000, 900).
 def forget(model: Model) -> None:
   """As after loading: nothing is held, and no byte of a cache is worth anything."""
   model.engine.held, model.engine.written = [], 0
-  for b in model.engine.cache.buffers(): put(b, np.full(b.shape, np.nan, np.float32))
+  for b in model.engine.cache.buffers(): put(b, np.full(b.numpy().nbytes, 255, np.uint8))  # NaN as float32, bfloat16 and e4m3
 
 def cold(model: Model, ids: Sequence[int], n: int = SEEN, **settings: Any) -> list[int]:
   forget(model)
@@ -54,8 +54,8 @@ def same_however_fed(model: Model, ids: list[int]) -> None:
   want = cold(model, ids)
   forget(model)
   assert model.logits(ids + want[:-1])[n - 1:].argmax(1).tolist() == want
-  for chunk in (1, 7, 64):
-    if n == 1: continue
+  for chunk in (1, 7 if n < 64 else 64):
+    if n == 1: continue                                    # its one id is the anchor: nothing is prefilled
     forget(model)
     model.logits(ids[:-1], chunk)
     reply = model.generate(ids, max_tokens=SEEN)
@@ -130,14 +130,12 @@ def test_a_prompt_that_shares_only_its_beginning(model: Model, text: list[int]) 
 def test_a_short_rewind_after_a_long_reply(model: Model, text: list[int]) -> None:
   said = cold(model, text[:150], 200)
   held = text[:150] + said
-  for kept in (340, 300, 240, 223):
+  for kept in (340, 223):
     ids = held[:kept] + [5, 6, 7]
     reply = model.generate(ids, max_tokens=SEEN)
     assert reply.stats.reused_tokens == next(i for i, (x, y) in enumerate(zip([*held, -1], [*ids, -2])) if x != y)
-    want = cold(model, ids)
-    assert reply.ids == want
-    forget(model)
-    model.generate(text[:150], max_tokens=200)
+    assert reply.ids == cold(model, ids)
+    assert cold(model, text[:150], 200) == said
 
 @pytest.mark.parametrize("back, reused", [(MAX_ROWS, True), (MAX_ROWS + 1, False)])
 def test_the_longest_rewind(model: Model, text: list[int], back: int, reused: bool) -> None:
@@ -205,19 +203,20 @@ def test_no_write_past_the_last_slot(short: Model, text: list[int]) -> None:
       assert changed(next(old), next(after)) <= set(fed % state.ring.shape[0])
       assert changed(next(old), next(after)) == set(range(289 // ratio, 301 // ratio))
 
-def changed(a: Array, b: Array) -> set[int]: return set(np.flatnonzero((a.view(np.uint32) != b.view(np.uint32)).any(1)).tolist())
+def changed(a: Array, b: Array) -> set[int]: return set(np.flatnonzero((a.view(np.uint8) != b.view(np.uint8)).any(1)).tolist())
 
 def test_a_context_of_two(text: list[int]) -> None:
   tiny = endless(2)
   reply = tiny.generate(text[:1], max_tokens=10)
   assert (len(reply.ids), reply.finish_reason) == (2, "context")
-  with pytest.raises(ValueError, match="prompt of 2 tokens does not fit a context of 2 with room"): tiny.generate(text[:2], max_tokens=1)
+  with pytest.raises(ValueError, match="prompt of 2 tokens does not fit a context of 2 with room"):
+    tiny.generate(text[:2], max_tokens=1)
 
 # ------------------------------------------------------------------------------------------------ refusals
 @pytest.mark.parametrize("ids, most, message", [
   ([5] * 301, 1, "engine: prompt of 301 tokens does not fit a context of 301 with room for a reply. Shorten it or raise max_context"),
-  ([5] * 4000, 1, "engine: prompt of 4000 tokens does not fit a context of 301 with room"),
-  ([5, 10 ** 6], 1, "engine: id=1000000, want 0 to "), ([-1], 1, "engine: id=-1, want 0 to "), ([], 1, "engine: no ids, want at least one"),
+  ([5] * 4000, 1, "engine: prompt of 4000 tokens does not fit a context of 301 with room"), ([], 1, "engine: no ids, want at least one"),
+  ([5, 10 ** 6], 1, "engine: id=1000000, want 0 to "), ([-1], 1, "engine: id=-1, want 0 to "),
   ([5], 0, "engine: max_tokens=0, want at least 1"), ([5], -3, "engine: max_tokens=-3, want at least 1")])
 def test_refused_prompts(short: Model, text: list[int], ids: list[int], most: int, message: str) -> None:
   """And what is in the cache stays there."""
@@ -228,7 +227,8 @@ def test_refused_prompts(short: Model, text: list[int], ids: list[int], most: in
 
 def test_refused_logits(short: Model, text: list[int]) -> None:
   assert short.logits(text[:301]).shape[0] == 301
-  with pytest.raises(ValueError, match=re.escape("prompt of 302 tokens does not fit a context of 301. Shorten it")): short.logits(text[:302])
+  with pytest.raises(ValueError, match=re.escape("prompt of 302 tokens does not fit a context of 301. Shorten it")):
+    short.logits(text[:302])
   with pytest.raises(ValueError, match="chunk=0, want at least 1"): short.logits(text[:3], chunk=0)
   top = short.config.vocab_size - 1
   assert short.logits([0, top]).shape == (2, top + 1)
@@ -236,8 +236,9 @@ def test_refused_logits(short: Model, text: list[int]) -> None:
 
 @pytest.mark.parametrize("settings, message", [
   ({"temperature": -0.1}, "temperature=-0.1, want 0 to 100"), ({"temperature": float("nan")}, "temperature=nan, want 0 to 100"),
-  ({"top_p": 0}, "top_p=0, want above 0, at most 1"), ({"top_p": 1.01}, "top_p=1.01"), ({"top_k": -1}, "top_k=-1, want 0 or a positive whole"),
-  ({"top_k": 1.5}, "top_k=1.5"), ({"min_p": 1.1}, "min_p=1.1, want 0 to 1"), ({"seed": -1}, "seed=-1, want 0 to"), ({"seed": 2 ** 64}, "seed=")])
+  ({"top_p": 0}, "top_p=0, want above 0, at most 1"), ({"top_p": 1.01}, "top_p=1.01"), ({"top_k": 1.5}, "top_k=1.5"),
+  ({"top_k": -1}, "top_k=-1, want 0 or a positive whole number"), ({"min_p": 1.1}, "min_p=1.1, want 0 to 1"),
+  ({"seed": -1}, "seed=-1, want 0 to"), ({"seed": 2 ** 64}, "seed=")])
 def test_refused_settings(short: Model, settings: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=re.escape(message)): short.generate([5], max_tokens=1, **settings)
 
@@ -247,17 +248,18 @@ def test_refused_contexts() -> None:
     with pytest.raises(ValueError, match=f"max_context={wrong}, want 2 to {limit}"): load(draft="none", max_context=wrong)
 
 def test_logits_that_are_not_finite(model: Model, text: list[int]) -> None:
-  head = model.engine.target.w.head.weight
-  sound = head.numpy().copy()
+  norm = model.engine.target.w.norm.weight
+  sound = norm.numpy().copy()
   want = cold(model, text[:5])
   for temperature in (0.0, 1.0):
     for poison in (np.nan, np.inf):
       sick = sound.copy()
       sick[7] = poison
-      put(head, sick)
+      put(norm, sick)
       try:
-        with pytest.raises(ArithmeticError, match="the logits at position 4 are not finite"): model.generate(text[:5], max_tokens=3, temperature=temperature)
-      finally: put(head, sound)
+        with pytest.raises(ArithmeticError, match="the logits at position 4 are not finite"):
+          model.generate(text[:5], max_tokens=3, temperature=temperature)
+      finally: put(norm, sound)
       assert model.generate(text[:5], max_tokens=SEEN).ids == want
 
 # ------------------------------------------------------------------------------------------------ sampling
@@ -375,7 +377,8 @@ class Script:
       stats.tokens += len(block)
       yield list(block)
 
-def said(tokenizer: Tokenizer, ids: list[int], size: int, stop: Sequence[str], eos: int = -1, reason: str = "length") -> tuple[Any, list[str]]:
+def said(tokenizer: Tokenizer, ids: list[int], size: int, stop: Sequence[str], eos: int = -1,
+         reason: str = "length") -> tuple[Any, list[str]]:
   blocks = [ids[i:i + size] for i in range(0, len(ids), size)]
   engine: Any = Script(blocks, eos, reason)
   stream = Stream(engine, tokenizer, [0], 1000, Sampling(), tuple(stop))
@@ -414,6 +417,17 @@ def test_the_first_of_several_stop_strings(tokenizer: Tokenizer, size: int) -> N
       reply, _ = said(tokenizer, ids, size, order)
       assert reply.text == (SENTENCE[:SENTENCE.find(at)] if at else SENTENCE)
       assert reply.finish_reason == ("stop" if at else "length")
+
+def test_of_two_stop_strings_that_end_together_the_longer_one_counts(tokenizer: Tokenizer) -> None:
+  """Both are complete with the same token: the text ends where the first of them begins."""
+  ids, tried = tokenizer.encode(SENTENCE), 0
+  for end in range(5, len(SENTENCE) + 1):
+    stops = SENTENCE[end - 5:end], SENTENCE[end - 2:end]
+    if SENTENCE.find(stops[1]) < end - 5: continue         # it ends the text earlier, by itself
+    tried += 1
+    for order in (stops, stops[::-1]):
+      for size in (1, 1000): assert said(tokenizer, ids, size, order)[0].text == SENTENCE[:end - 5]
+  assert tried > 20
 
 def test_a_stop_and_a_limit_in_one_block(tokenizer: Tokenizer) -> None:
   """The text ends at the stop string: the reason is the stop, and nothing after it leaks."""
@@ -462,7 +476,8 @@ def test_stop_strings_on_the_model(model: Model, text: list[int]) -> None:
   assert warm.ids == cold(model, ids)
 
 def test_refused_stop_strings(model: Model, text: list[int]) -> None:
-  with pytest.raises(ValueError, match=re.escape("stop='', want strings of at least one character")): model.generate(text[:3], max_tokens=1, stop=["a", ""])
+  with pytest.raises(ValueError, match=re.escape("stop='', want strings of at least one character")):
+    model.generate(text[:3], max_tokens=1, stop=["a", ""])
   nameless = Model(model.engine, None)
   with pytest.raises(ValueError, match="stop strings need a tokenizer"): nameless.generate(text[:3], max_tokens=1, stop="a")
   assert nameless.generate(text[:3], max_tokens=1).text is None

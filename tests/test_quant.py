@@ -20,7 +20,9 @@ from specgrad.models.rope import frequencies
 from specgrad.quant import cpu, operations, twin
 
 Array = np.ndarray
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 33)                    # the fast kernels tile rows by 4, so every rest occurs
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 33)                    # the fast kernels tile rows: every rest occurs
+SOME = (1, 33)                                             # where another shape of the same operation has seen all of ROWS
+PLAIN = (1, 2, 7, 33)                                      # of operations that go row by row
 OPS = ("embed", "rope_table", "rms_norm", "hc_pre", "hc_post", "hc_head", "linear", "experts", "head_rope", "kv_write",
        "compress", "index_topk", "attend", "route", "argmax", "probs", "uniforms", "pick", "markov", "kv_rows", "attend_block")
 BOTH = pytest.mark.parametrize("ops", [cpu, twin], ids=["cpu", "twin"])
@@ -94,15 +96,22 @@ def test_every_operation_of_the_model_is_here() -> None:
   assert {name for text in code for name in re.findall(r"\bops\.(\w+)", text)} == set(OPS)
 
 def test_who_computes_where() -> None:
-  assert operations("CPU") is operations("CPU:1") is cpu
-  assert operations("CUDA") is operations("NV:1") is twin
+  for device, module in (("CPU", cpu), ("CPU:1", cpu), ("CUDA", twin), ("NV:1", twin)):
+    for w4a8 in (False, True):
+      ops = operations(device, w4a8)
+      for name in OPS:
+        chosen = getattr(ops, name)
+        if "w4a8" in inspect.signature(getattr(twin, name)).parameters:
+          assert chosen.keywords == {"w4a8": w4a8}
+          chosen = chosen.func
+        assert chosen is getattr(module, name)
 
 # ------------------------------------------------------------------------------------------------ products and norms
-@pytest.mark.parametrize("K, N, G", [(7, 5, 1), (33, 9, 1), (256, 66, 1), (40, 12, 2), (13, 3, 4)])
+@pytest.mark.parametrize("K, N, G", [(33, 9, 1), (256, 66, 1), (40, 12, 2), (13, 3, 4)])
 def test_linear(K: int, N: int, G: int) -> None:
   x, w = normal(1, 33, G * K), normal(2, G * N, K)
   want = np.einsum("tgk,gnk->tgn", x.reshape(33, G, K).astype(float), w.reshape(G, N, K)).reshape(33, -1)
-  check("linear", lambda T: (x[:T], w, G), [want])
+  check("linear", lambda T: (x[:T], w, G), [want], rows=ROWS if N == 9 or G == 4 else SOME)
 
 def test_linear_takes_huge_and_tiny_rows() -> None:
   x = normal(1, 8, 20) * np.float32([[1e-30], [1e-10], [1], [1e4], [1e10], [1e18], [0], [1]])
@@ -118,10 +127,10 @@ def test_linear_keeps_a_sick_row_to_itself() -> None:
     assert not np.isfinite(got[[3, 5]]).any()
     close(got[[0, 1, 2, 4, 6, 7]], well[[0, 1, 2, 4, 6, 7]], 1e-6)
 
-@pytest.mark.parametrize("D", [1, 7, 40, 256])
+@pytest.mark.parametrize("D", [1, 7, 40])
 def test_rms_norm(D: int) -> None:
   x, norm = normal(1, 33, D) * (10.0 ** np.arange(-6, 27).clip(-6, 6)).astype(np.float32)[:, None], normal(2, D)
-  check("rms_norm", lambda T: (x[:T], norm, 1e-6), [oracle.rms(x.astype(float), 1e-6) * norm])
+  check("rms_norm", lambda T: (x[:T], norm, 1e-6), [oracle.rms(x.astype(float), 1e-6) * norm], rows=PLAIN if D == 7 else SOME)
 
 @BOTH
 def test_rms_norm_of_nothing_is_nothing(ops: Any) -> None:
@@ -130,7 +139,7 @@ def test_rms_norm_of_nothing_is_nothing(ops: Any) -> None:
 def test_embed() -> None:
   table, ids = normal(1, 11, 5), np.random.default_rng(2).integers(0, 11, 33).astype(np.int32)
   ids[:2] = 10, 0
-  check("embed", lambda T: (table, ids[:T], 3), [np.repeat(table[ids][:, None], 3, 1)], bound=0)
+  check("embed", lambda T: (table, ids[:T], 3), [np.repeat(table[ids][:, None], 3, 1)], bound=0, rows=PLAIN)
 
 # ------------------------------------------------------------------------------------------------ rotary embedding
 POSITIONS = (0, 1, 4095, 65535, 100003, 999_967)
@@ -179,19 +188,18 @@ def test_head_rope(H: int, D: int, r: int, eps: float | None) -> None:
   rope = oracle.rope_table(p, freqs)
   heads = q.reshape(33, H, D).astype(float)
   want = oracle.rotate(heads if eps is None else oracle.rms(heads, eps), oracle.turns(p, freqs))
-  check("head_rope", lambda T: (q[:T], rope[:T], H, eps), [want])
+  check("head_rope", lambda T: (q[:T], rope[:T], H, eps), [want], rows=PLAIN if H == 3 else SOME)
 
 # ------------------------------------------------------------------------------------------------ hyper-connections
 def hyper(S: int, D: int) -> tuple[Array, ...]:
   M = 2 * S + S * S
   return normal(1, 33, S, D), normal(2, M, S * D, scale=2 / math.sqrt(S * D)), normal(3, 3), normal(4, M), normal(5, D)
 
-@pytest.mark.parametrize("S, D, iters", [(4, 7, 20), (4, 64, 20), (4, 24, 1), (2, 33, 3), (3, 8, 2)])
+@pytest.mark.parametrize("S, D, iters", [(4, 7, 20), (4, 64, 20), (4, 24, 1), (3, 33, 2)])
 def test_hc_pre(S: int, D: int, iters: int) -> None:
   h, fn, scale, base, norm = hyper(S, D)
   want = oracle.hc_pre(*(a.astype(float) for a in (h, fn, scale, base, norm)), iters, 1e-6, 1e-6)
-  some = ROWS if D == 7 else (1, 33)
-  check("hc_pre", lambda T: (h[:T], fn, scale, base, norm, iters, 1e-6, 1e-6), want, 3e-6, rows=some)
+  check("hc_pre", lambda T: (h[:T], fn, scale, base, norm, iters, 1e-6, 1e-6), want, 3e-6, rows=PLAIN if D == 7 else SOME)
 
 def test_hc_pre_with_extreme_mixes() -> None:
   """A row of comb near a permutation, one far from any, and gates at both ends."""
@@ -221,7 +229,8 @@ def test_sinkhorn_units(shared: Path, ops: Any) -> None:
     h[np.arange(n), s, np.arange(n)] = 8                     # sqrt(S * D)
     fn = np.zeros((24, S, D), np.float32)
     fn[:, s, :n] = mixes.T * 2 / 8
-    x, post, comb = run(ops, "hc_pre", h, fn.reshape(24, -1), u["sinkhorn.scale"], u["sinkhorn.base"], np.ones(D, np.float32), 20, 1e-6, eps)
+    plain = np.ones(D, np.float32)
+    x, post, comb = run(ops, "hc_pre", h, fn.reshape(24, -1), u["sinkhorn.scale"], u["sinkhorn.base"], plain, 20, 1e-6, eps)
     got = x[np.arange(n), np.arange(n)].astype(float)
     y = got * np.sqrt(eps / (1 - got * got / D))
     assert np.abs(y / 8 - u["sinkhorn.pre"][:, s]).max() <= 2e-6
@@ -240,13 +249,14 @@ def test_sinkhorn_check_vector() -> None:
 @pytest.mark.parametrize("S, D", [(4, 7), (3, 33)])
 def test_hc_post(S: int, D: int) -> None:
   z, h, post, comb = normal(1, 33, D), normal(2, 33, S, D), normal(3, 33, S), normal(4, 33, S, S)
-  check("hc_post", lambda T: (z[:T], h[:T], post[:T], comb[:T]), [oracle.hc_post(*(a.astype(float) for a in (z, h, post, comb)))])
+  want = oracle.hc_post(*(a.astype(float) for a in (z, h, post, comb)))
+  check("hc_post", lambda T: (z[:T], h[:T], post[:T], comb[:T]), [want], rows=PLAIN if D == 7 else SOME)
 
 @pytest.mark.parametrize("S, D", [(4, 7), (3, 40)])
 def test_hc_head(S: int, D: int) -> None:
   h, fn, scale, base, norm = normal(1, 33, S, D), normal(2, S, S * D), normal(3, 1), normal(4, S), normal(5, D)
   want = oracle.hc_head(*(a.astype(float) for a in (h, fn, scale, base, norm)), 1e-3, 1e-6)
-  check("hc_head", lambda T: (h[:T], fn, scale, base, norm, 1e-3, 1e-6), want, 1e-5)
+  check("hc_head", lambda T: (h[:T], fn, scale, base, norm, 1e-3, 1e-6), want, 1e-5, rows=PLAIN if D == 7 else SOME)
 
 # ------------------------------------------------------------------------------------------------ window ring
 @BOTH
@@ -303,12 +313,12 @@ class Stream:
     if done := n // self.ratio: close(self.entries.numpy()[:done], self.want[:done], 3e-6)
 
 @BOTH
-@pytest.mark.parametrize("ratio, overlap, d, n", [(4, True, 6, 70), (2, True, 5, 40), (2, False, 33, 40), (16, False, 8, 100), (128, False, 5, 300)])
+@pytest.mark.parametrize("ratio, overlap, d, n", [(4, True, 6, 70), (2, False, 33, 40), (16, False, 8, 100), (128, False, 5, 300)])
 def test_compress(ops: Any, ratio: int, overlap: bool, d: int, n: int) -> None:
   """In any chunks, then with one row that counts and five of junk at every position."""
-  sizes = [1, 6, ratio + 1] if ops is twin else [1, 2, 3, 6, 7, ratio, ratio + 1, 2 * ratio + 3]
+  sizes = [1, 6, *([9] if ratio == 4 else [])] if ops is twin else [1, 2, 3, 6, ratio, ratio + 1, 2 * ratio + 3]
   s = Stream(ops, ratio, overlap, d, n, max(sizes))
-  for some in ([1], [6], [ratio + 1], [1, 6], sizes, sizes): s.all(some, seed=len(some))
+  for some in ([1], [6], sizes[-1:], [1, 6], sizes, sizes): s.all(some, seed=len(some))
   s.reset()
   for p in range(n):
     junk = normal(p, 5, s.proj.shape[1], scale=9)
@@ -337,10 +347,10 @@ def test_compress_with_extreme_gates(ops: Any) -> None:
   s.check(12)
 
 # ------------------------------------------------------------------------------------------------ indexer
-@pytest.mark.parametrize("H, D, ratio, k, n", [(8, 16, 4, 4, 40), (3, 13, 4, 7, 40), (2, 8, 16, 1, 12), (8, 16, 4, 64, 40), (1, 33, 2, 16, 90)])
+@pytest.mark.parametrize("H, D, ratio, k, n", [
+  (8, 16, 4, 4, 40), (3, 13, 4, 7, 40), (2, 8, 16, 1, 12), (8, 16, 4, 64, 40), (1, 33, 2, 16, 90)])
 def test_index_topk(H: int, D: int, ratio: int, k: int, n: int) -> None:
   q, weight = normal(1, 33, H, D), normal(3, 33, H)
-  some = ROWS if H == 8 and k == 4 else (1, 33)
   for pos in (0, ratio - 1, ratio * k - 1, ratio * n - 33):
     if pos < 0 or (pos + 33) // ratio > n: continue
     p = pos + np.arange(33)
@@ -350,7 +360,8 @@ def test_index_topk(H: int, D: int, ratio: int, k: int, n: int) -> None:
     want = np.zeros((33, n), bool)
     want[:, :known] = oracle.index_topk(q.astype(float), keys[:known].astype(float), weight, p, k, ratio)[:, :n]
     assert (want.sum(1) == np.minimum(k, (p + 1) // ratio)).all()
-    check("index_topk", lambda T, pos=pos, keys=keys: (q[:T], keys, weight[:T], ints(pos), n, k, ratio), [want], rows=some)
+    args = lambda T, pos=pos, keys=keys: (q[:T], keys, weight[:T], ints(pos), n, k, ratio)
+    check("index_topk", args, [want], rows=ROWS if H == 8 and k == 4 else SOME)
 
 def test_index_topk_takes_the_lower_index_of_equals() -> None:
   """Small integers: every score is exact, most of them are equal, many are zero; weights make some negative."""
@@ -386,16 +397,18 @@ def attention(pos: int, T: int, H: int, d: int, ring: int, window: int, ratio: i
   held = np.full((ring, d), np.nan, np.float32)
   first = max(pos - window + 1, 0)
   held[np.arange(first, pos + T) % ring] = kv[first:]
-  want = oracle.attend(q.astype(float), kv.astype(float), np.nan_to_num(entries[:n]).astype(float), seen, sink.astype(float), freqs, p, window)
+  q64, kv64, entries64, sink64 = (a.astype(float) for a in (q, kv, np.nan_to_num(entries[:n]), sink))
+  want = oracle.attend(q64, kv64, entries64, seen, sink64, freqs, p, window)
   args = (q, held, entries if n else None, seen if choose else None, sink, oracle.rope_table(p, freqs), ints(pos), window, n, ratio)
   return args, want
 
 BORDERS = (0, 1, 2, 6, 7, 8, 9, 39, 40, 41, 46, 47, 48, 95, 996)
 
-@pytest.mark.parametrize("H, d, n, ratio, choose", [(3, 12, 0, 1, False), (2, 40, 60, 4, True), (2, 33, 60, 16, False), (1, 4, 2, 16, False)])
+@pytest.mark.parametrize("H, d, n, ratio, choose", [
+  (3, 12, 0, 1, False), (2, 40, 60, 4, True), (2, 33, 60, 16, False), (1, 4, 2, 16, False)])
 def test_attend_at_every_border(H: int, d: int, n: int, ratio: int, choose: bool) -> None:
   """Around the window of 8, blocks and the end of the ring of 48, for one row and for as many as the ring has room for."""
-  for T, ops in ((1, cpu), (5, cpu), (33, cpu), (5, twin)):
+  for T, ops in ((1, cpu), (33, cpu), (5, twin)):
     for pos in BORDERS:
       if n and (pos + T) // ratio > n and choose: continue
       args, want = attention(pos, T, H, d, 48, 8, ratio, n, choose)
@@ -404,9 +417,16 @@ def test_attend_at_every_border(H: int, d: int, n: int, ratio: int, choose: bool
 @pytest.mark.parametrize("n, choose", [(0, False), (20, False), (20, True)])
 def test_attend_rows_are_independent(n: int, choose: bool) -> None:
   for pos in (0, 30, 43):
-    make = lambda T, pos=pos: attention(pos, 33, 3, 12, 48, 8, 4, n, choose)[0]
-    cut = lambda T: tuple(a[:T] if i in (0, 5) or (i == 3 and a is not None) else a for i, a in enumerate(make(T)))
-    check("attend", cut, [attention(pos, 33, 3, 12, 48, 8, 4, n, choose)[1]], 3e-6)
+    args, want = attention(pos, 33, 3, 12, 48, 8, 4, n, choose)
+    cut = lambda T, args=args: tuple(a[:T] if i in (0, 5) or (i == 3 and a is not None) else a for i, a in enumerate(args))
+    check("attend", cut, [want], 3e-6, rows=ROWS if n == 0 or choose else SOME)
+
+@BOTH
+def test_attend_over_many_rows(ops: Any) -> None:
+  """One to 300 rows, which kernels take in blocks: a later block may hold the maximum, or nothing that counts."""
+  for pos in (0, 59, 60, 61, 63, 64, 127, 200, 795):
+    args, want = attention(pos, 5, 2, 12, 140, 100, 4, 200, False, 4.0)
+    close(run(ops, "attend", *args)[0], want, 5e-6)
 
 @BOTH
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 300.0])
@@ -424,7 +444,8 @@ def test_attend_sink(ops: Any, sink: float) -> None:
   got = run(ops, "attend", *args)[0]
   kv = normal(2, 23, 8).astype(float)
   p = 20 + np.arange(3)
-  want = oracle.attend(q.astype(float), kv, entries[:5].astype(float), oracle.finished(p, 4, 5), s.astype(float), normal(4, 2), p, window)
+  q64, entries64, s64 = (a.astype(float) for a in (q, entries[:5], s))
+  want = oracle.attend(q64, kv, entries64, oracle.finished(p, 4, 5), s64, normal(4, 2), p, window)
   if sink < 1000: close(got, want, 3e-6)
   else: assert np.abs(got).max() <= 1e-30
 
@@ -443,7 +464,7 @@ def uniform(ops: Any, T: int, pos: int, window: int, n: int, ratio: int) -> list
 def test_visible_rows_are_the_official_ones(shared: Path, ops: Any) -> None:
   """units hold DeepSeek's own index lists: positions of the window, entries behind an offset, -1 for none."""
   u, rows = unit_vectors(shared), lambda a, o=0: [set((r[r >= 0] - o).tolist()) for r in a]
-  for n in (5, 13): assert [w for w, _ in uniform(ops, n, 0, 8, 0, 1)] == rows(u[f"window_idx.w8.s{n}.p0"])
+  for n in (5, 13): assert [w for w, _ in uniform(ops, 13, 0, 8, 0, 1)][:n] == rows(u[f"window_idx.w8.s{n}.p0"])
   for p in (3, 7, 21):                                      # one row of a ring of 8, where slot p mod 8 holds p
     assert [{q % 8 for q in w} for w, _ in uniform(ops, 1, p, 8, 0, 1)] == rows(u[f"window_idx.w8.s1.p{p}"])
   assert [e for _, e in uniform(ops, 13, 0, 8, 3, 4)] == rows(u["compress_idx.r4.s13.p0.o13"], 13)
@@ -451,17 +472,17 @@ def test_visible_rows_are_the_official_ones(shared: Path, ops: Any) -> None:
   assert [e for _, e in uniform(ops, 1, 13, 8, 3, 4)] == rows(u["compress_idx.r4.s1.p13.o8"], 8)
 
 # ------------------------------------------------------------------------------------------------ router and experts
-@pytest.mark.parametrize("E, k", [(3, 2), (16, 2), (37, 6), (5, 5), (4, 1)])
+@pytest.mark.parametrize("E, k", [(3, 2), (37, 6), (5, 5), (4, 1)])
 def test_route(E: int, k: int) -> None:
   z, bias = normal(1, 33, E, scale=4), normal(2, E)
   want = oracle.route(z, bias.astype(float), None, ints(0), k, 1.5)
-  check("route", lambda T: (z[:T], bias, None, np.zeros(T, np.int32), k, 1.5), want, rows=ROWS if E == 37 else (1, 33))
+  check("route", lambda T: (z[:T], bias, None, np.zeros(T, np.int32), k, 1.5), want, rows=PLAIN if E == 37 else SOME)
 
 def test_route_by_token() -> None:
   rng = np.random.default_rng(1)
   z, table = normal(1, 33, 9, scale=4), np.stack([rng.permutation(9)[:3] for _ in range(20)]).astype(np.int32)
   tokens = rng.integers(0, 20, 33).astype(np.int32)
-  check("route", lambda T: (z[:T], None, table, tokens[:T], 3, 2.5), oracle.route(z, None, table, tokens, 3, 2.5), rows=(1, 5, 33))
+  check("route", lambda T: (z[:T], None, table, tokens[:T], 3, 2.5), oracle.route(z, None, table, tokens, 3, 2.5), rows=SOME)
 
 @BOTH
 def test_route_takes_the_lower_id_of_equals(ops: Any) -> None:
@@ -493,17 +514,17 @@ def expert_weights(D: int, inner: int, J: int, E: int) -> dict[str, Array]:
   shapes = {"w1": (E, inner, D), "w3": (E, inner, D), "w2": (E, D, inner), "s1": (J, D), "s3": (J, D), "s2": (D, J)}
   return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
 
-@pytest.mark.parametrize("D, inner, J, E, k", [(16, 8, 8, 3, 2), (13, 7, 5, 4, 3), (40, 33, 12, 5, 1)])
-@pytest.mark.parametrize("limit", [0.7, 10.0])
+@pytest.mark.parametrize("D, inner, J, E, k, limit", [(16, 8, 8, 3, 2, 10.0), (13, 7, 5, 4, 3, 0.7), (40, 33, 12, 5, 1, 0.7)])
 def test_experts(D: int, inner: int, J: int, E: int, k: int, limit: float) -> None:
   w, x, rng = expert_weights(D, inner, J, E), normal(9, 33, D), np.random.default_rng(8)
   ids = np.stack([rng.permutation(E)[:k] for _ in range(33)]).astype(np.int32)
   ids[20:] = ids[20]                                         # a crowd at one expert: no capacity, nothing dropped
   weights = np.abs(normal(10, 33, k)) + 0.1
-  want = oracle.experts(x.astype(float), *(w[n].astype(float) for n in ("w1", "w3", "w2", "s1", "s3", "s2")), ids, weights.astype(float), limit)
+  w64 = [w[n].astype(float) for n in ("w1", "w3", "w2", "s1", "s3", "s2")]
+  want = oracle.experts(x.astype(float), *w64, ids, weights.astype(float), limit)
   w13, s13 = np.concatenate([w["w1"], w["w3"]], 1), np.concatenate([w["s1"], w["s3"]])
   check("experts", lambda T: (x[:T], w13, w["w2"], s13, w["s2"], ids[:T], weights[:T], limit), [want], 5e-6,
-        rows=ROWS if D == 13 else (1, 33))
+        rows=ROWS if D == 13 else SOME)
 
 @BOTH
 def test_expert_clamps(ops: Any) -> None:
@@ -513,9 +534,11 @@ def test_expert_clamps(ops: Any) -> None:
   x = np.array([[-50, -3, 3, 50]], np.float32)
   act = lambda g: g / (1 + np.exp(-g))
   gate, up = np.minimum(x.astype(float), limit), x.clip(-limit, limit).astype(float)
-  one = lambda a: np.concatenate(a)[None]
-  shared = run(ops, "experts", x, one([zero, zero]), zero[None], np.concatenate([eye, eye]), eye, ints(0)[None], np.ones((1, 1), np.float32), limit)
-  routed = run(ops, "experts", x, one([eye, eye]), eye[None], np.concatenate([zero, zero]), zero, ints(0)[None], np.full((1, 1), 3, np.float32), limit)
+  both = lambda a: np.concatenate([a, a])
+  def ffn(a: Array, b: Array, weight: float) -> tuple[Array, ...]:
+    """Routed expert made of a, shared one of b."""
+    return run(ops, "experts", x, both(a)[None], a[None], both(b), b, ints(0)[None], np.full((1, 1), weight, np.float32), limit)
+  shared, routed = ffn(zero, eye, 1), ffn(eye, zero, 3)
   close(shared[0], act(gate) * up, 1e-6)
   close(routed[0], 3 * act(gate) * up, 1e-6)
 
@@ -565,7 +588,10 @@ def test_probs_of_many() -> None:
 def test_probs_cuts(ops: Any) -> None:
   """The edge values: which tokens are left in."""
   flat, steps = np.zeros(4, np.float32), np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
-  def left(x: Array, *filters: Any) -> set[int]: return set(np.flatnonzero(run(ops, "probs", x[None], settings(*filters))[0]).tolist())
+  def left(x: Array, *filters: Any) -> set[int]:
+    rows = np.full((33, 9), -np.inf, np.float32)
+    rows[:, :4] = x
+    return set(np.flatnonzero(run(ops, "probs", rows, settings(*filters))[0][7]).tolist())
   for f in ((1, 1, 0, 0), (1, 0.5, 0, 0), (1, 1, 1, 0), (1, 1, 0, 1)): assert left(flat, *f) == {0, 1, 2, 3}  # equals stay
   assert left(steps, 1, 1, 1, 0) == left(steps, 1, 0.4, 0, 0) == left(steps, 1, 1, 0, 0.6) == left(steps, 1, 1, 0, 1) == {0}
   assert left(steps, 1, 0.6, 0, 0) == left(steps, 1, 1, 2, 0) == left(steps, 1, 1, 0, 0.4) == {0, 1}
@@ -575,14 +601,14 @@ def test_probs_cuts(ops: Any) -> None:
 
 @BOTH
 def test_sick_rows_give_no_token(ops: Any) -> None:
-  x = normal(1, 6, 20)
-  x[0, 3], x[1, 19], x[2], x[3, 1:] = np.nan, np.inf, -np.inf, -np.inf
+  x = normal(1, 33, 9)
+  x[0, 3], x[1, 8], x[2], x[3, 1:] = np.nan, np.inf, -np.inf, -np.inf
   x[4] = -3e38
   law = run(ops, "probs", x, settings(1, 0.9, 5, 0.01))[0]
   assert np.isnan(law[:3]).all() and np.isfinite(law[3:]).all()
   got = run(ops, "pick", law, ints(1, 2), ints(0))[0]
   assert got[:4].tolist() == [-1, -1, -1, 0] and (got[4:] >= 0).all()
-  assert run(ops, "pick", np.zeros((2, 5), np.float32), ints(1, 2), ints(0))[0].tolist() == [-1, -1]
+  assert (run(ops, "pick", np.zeros((33, 9), np.float32), ints(1, 2), ints(0))[0] == -1).all()
 
 def drawn(ops: Any, rows: Array, filters: Any, seed: Array, pos: int) -> Array:
   return run(ops, "pick", run(ops, "probs", rows, settings(*filters))[0], seed, ints(pos))[0]

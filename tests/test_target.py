@@ -3,7 +3,7 @@ any chunk size, NaN where nothing was written, drafts that were rejected, neighb
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from safetensors.numpy import load_file
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from specgrad.api import Model, demo_path, load
 from specgrad.checkpoint import Checkpoint, load_f32
@@ -29,7 +29,7 @@ class Golden:
   """One case: its reference values, and its model loaded once."""
   def __init__(self, folder: Path):
     self.values = load_file(folder / "golden_f32.safetensors")
-    self.model = load(folder / "ckpt", max_context=512)
+    self.model = load(folder / "ckpt", numerics="reference", draft="none", max_context=512)
     self.target, self.config = self.model.engine.target, self.model.config
 
   def __getitem__(self, name: str) -> Array: return self.values[name]
@@ -38,7 +38,7 @@ class Golden:
 def golden(shared: Path) -> dict[str, Golden]: return {case: Golden(shared / "golden" / case) for case in CASES}
 
 @pytest.fixture(scope="module")
-def demo() -> Model: return load(max_context=1024)
+def demo() -> Model: return load(numerics="reference", draft="none", max_context=1024)
 
 def near(got: Array, want: Array) -> None:
   assert got.shape == want.shape
@@ -94,7 +94,8 @@ def raw(folder: Path) -> tuple[dict[str, Array], dict[str, Any]]:
   """The target's weights in float32 by official name, and config.json."""
   c = Checkpoint.open(folder)
   names = [n for n in c.tensors if not n.endswith(".scale") and not n.startswith("mtp.")]
-  return ({n: c.read(n) if n.endswith("tid2eid") else load_f32(c, n) for n in names}, json.loads((folder / "config.json").read_text()))
+  weights = {n: c.read(n) if n.endswith("tid2eid") else load_f32(c, n) for n in names}
+  return weights, json.loads((folder / "config.json").read_text())
 
 # ------------------------------------------------------------------------------------------------ layer by layer
 def observed(target: Target, ids: Array) -> dict[str, Array]:
@@ -147,13 +148,15 @@ class Sequences:
   def __init__(self, model: Model, fill: float = np.nan):
     self.engine, self.target = model.engine, model.engine.target
     self.capacity = 512
-    self.cache = Cache(model.config, self.capacity, self.target.device)
+    self.cache = Cache(model.config, self.capacity, self.target.device, self.target.w4a8)
     self.graphs: dict[int, tuple[Tensor, Any]] = {}
     self.pos = ints([0])
     self.fill(fill)
 
   def fill(self, value: float) -> None:
-    for b in self.cache.buffers(): put(b, np.full(b.shape, value, np.float32))
+    """Bytes of formats other than float32: zeros for 0, else ones, which are NaN in bfloat16, e4m3 and e8m0."""
+    for b in self.cache.buffers():
+      put(b, np.full(b.shape, value, np.float32) if b.dtype == dtypes.float32 else np.full(b.shape, 255 if value else 0, np.uint8))
 
   def __call__(self, ids: Sequence[int], pos: int) -> Array:
     """Logits (T, V) of rows pos..pos+T-1."""
@@ -177,11 +180,15 @@ class Sequences:
         found += [at(state.ring, (n // ratio - (ratio == 4)) * ratio), state.entries.numpy()[:n // ratio]]
     return found
 
-@pytest.fixture(scope="module")
-def runs(golden: dict[str, Golden]) -> Iterator[Sequences]: yield Sequences(golden["v4_r16"].model)
+Clean = tuple[list[int], Array, list[list[Array]]]
+
+@pytest.fixture(scope="module", params=["reference", "w4a8"])
+def runs(request: pytest.FixtureRequest, golden: dict[str, Golden], shared: Path) -> Sequences:
+  if request.param == "reference": return Sequences(golden["v4_r16"].model)
+  return Sequences(load(shared / "golden" / "v4_r16" / "ckpt", draft="none", max_context=512))
 
 @pytest.fixture(scope="module")
-def clean(golden: dict[str, Golden], runs: Sequences) -> tuple[list[int], Array, list[list[Array]]]:
+def clean(golden: dict[str, Golden], runs: Sequences) -> Clean:
   """ids, their logits one row at a time, and the visible bytes after each row."""
   ids = golden["v4_r16"]["len100.input_ids"].tolist()
   runs.fill(np.nan)
@@ -191,20 +198,21 @@ def clean(golden: dict[str, Golden], runs: Sequences) -> tuple[list[int], Array,
     states.append(runs.visible(p + 1))
   return ids, np.stack(logits), states
 
-def test_unwritten_slots_hold_nan_and_nobody_sees_them(golden: dict[str, Golden], clean: tuple[list[int], Array, Any]) -> None:
+def test_unwritten_slots_hold_nan_and_nobody_sees_them(golden: dict[str, Golden], runs: Sequences, clean: Clean) -> None:
   ids, logits, states = clean
-  near(logits, golden["v4_r16"]["len100.logits"])
+  assert np.isfinite(logits).all()
   assert all(np.isfinite(part).all() for state in states for part in state)
+  if not runs.target.w4a8: near(logits, golden["v4_r16"]["len100.logits"])
 
 @pytest.mark.parametrize("fill", [0.0, np.inf, 3e38])
-def test_old_bytes_do_not_matter(runs: Sequences, clean: tuple[list[int], Array, Any], fill: float) -> None:
+def test_old_bytes_do_not_matter(runs: Sequences, clean: Clean, fill: float) -> None:
   ids, logits, _ = clean
   runs.fill(fill)
   same(np.stack([runs(ids[p:p + 1], p)[0] for p in range(40)]), logits[:40])
 
-@pytest.mark.parametrize("rows", [6, 8, 32])
+@pytest.mark.parametrize("rows", [6, 32])
 @pytest.mark.parametrize("accepted", ["one", "all but one", "any"])
-def test_rejected_rows_leave_no_trace(runs: Sequences, clean: tuple[list[int], Array, list[list[Array]]], rows: int, accepted: str) -> None:
+def test_rejected_rows_leave_no_trace(runs: Sequences, clean: Clean, rows: int, accepted: str) -> None:
   """Each step writes `rows` rows: some true ones, then junk that the next step writes over. "one" starts a step at every
   position, hence at every phase mod 4 and mod 16."""
   ids, logits, states = clean
@@ -220,11 +228,12 @@ def test_rejected_rows_leave_no_trace(runs: Sequences, clean: tuple[list[int], A
     for got, want in zip(runs.visible(p), states[p], strict=True): same(got, want)
   assert accepted != "one" or starts == set(range(len(ids) - rows + 1))
 
-def test_long_chunks_of_junk_leave_no_trace(runs: Sequences, clean: tuple[list[int], Array, list[list[Array]]]) -> None:
+@pytest.mark.parametrize("runs", ["reference"], indirect=True)
+def test_long_chunks_of_junk_leave_no_trace(runs: Sequences, clean: Clean) -> None:
   """The most rows a chunk may have, of which one counts: the rings hold exactly that much more than queries need."""
   ids, logits, states = clean
   rng = np.random.default_rng(3)
-  for p in (0, 3, 15, 16, 30, 47, 99):
+  for p in (0, 15, 30, 99):
     runs.fill(np.nan)
     for i in range(p): runs(ids[i:i + 1], i)
     runs([ids[p], *rng.integers(0, 256, 127).tolist()], p)
@@ -233,25 +242,25 @@ def test_long_chunks_of_junk_leave_no_trace(runs: Sequences, clean: tuple[list[i
 
 # ------------------------------------------------------------------------------------------------ rows
 @pytest.mark.parametrize("first", [0, 1, 14, 30, 67])
-def test_logits_do_not_depend_on_the_number_of_rows(runs: Sequences, clean: tuple[list[int], Array, Any], first: int) -> None:
+def test_logits_do_not_depend_on_the_number_of_rows(runs: Sequences, clean: Clean, first: int) -> None:
   ids, logits, _ = clean
-  for rows in (6, 8, 32):
+  for rows in (6, 32):
     runs.fill(np.nan)
     for i in range(first): runs(ids[i:i + 1], i)
     same(runs(ids[first:first + rows], first), logits[first:first + rows])
 
-@pytest.mark.parametrize("rows, kept", [(8, 1), (8, 4), (8, 7), (32, 3), (32, 16), (32, 31)])
-def test_later_rows_do_not_touch_earlier_ones(runs: Sequences, clean: tuple[list[int], Array, Any], rows: int, kept: int) -> None:
+@pytest.mark.parametrize("rows, kept", [(6, 1), (6, 4), (6, 5), (32, 3), (32, 16), (32, 31)])
+def test_later_rows_do_not_touch_earlier_ones(runs: Sequences, clean: Clean, rows: int, kept: int) -> None:
   ids, logits, _ = clean
   rng = np.random.default_rng(kept)
-  for first in (0, 13, 50):
-    for _ in range(3):
-      runs.fill(np.nan)
-      for i in range(first): runs(ids[i:i + 1], i)
+  runs.fill(np.nan)
+  for first in range(50):                                  # every chunk of others is written over by the true row
+    if first % 7 == 0:
       other = rng.integers(0, 256, rows - kept).tolist()
       got = runs(ids[first:first + kept] + other, first)
       same(got[:kept], logits[first:first + kept])
       assert (got[kept] != logits[first + kept]).any() or other[0] == ids[first + kept]
+    runs(ids[first:first + 1], first)
 
 # ------------------------------------------------------------------------------------------------ the demo's borders
 def test_demo_rejected_rows_at_window_and_block_borders(demo: Model) -> None:

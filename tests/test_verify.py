@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, TinyJit, dtypes
 
-from specgrad.quant import operations, twin
+from specgrad.quant import cpu, twin
 from specgrad.spec import verify
 from specgrad.spec.step import ACCEPT, DRAFT, TARGET, State, penalise
 
@@ -128,8 +128,10 @@ def emitted_law(judge: Judge, p: Law, q: Law, recorded: Law | None = None, shown
 # ------------------------------------------------------------------------------------------------ rejection
 SIZES = [(2, 1, False), (6, 1, False), (3, 2, False), (6, 2, False), (2, 3, False), (3, 3, False)]
 
-@pytest.mark.parametrize("V, K, few, kind", [*[(*size, kind) for size in SIZES for kind in ("dense", "zeros", "one-hot target")],
-                                             *[(*size, "one-hot draft") for size in SIZES], (6, 3, True, "dense"), (6, 3, True, "one-hot draft")])
+KINDS = ("dense", "zeros", "one-hot draft", "one-hot target")
+
+@pytest.mark.parametrize("V, K, few, kind", [*((*size, kind) for size in SIZES for kind in KINDS),
+                                             *((6, 3, True, kind) for kind in ("dense", "one-hot draft"))])
 def test_rejection_keeps_the_law(judges: dict[Any, Judge], V: int, K: int, few: bool, kind: str) -> None:
   rng = np.random.default_rng([V, K])
   zeros = 0.4 if kind == "zeros" else 0
@@ -148,7 +150,8 @@ def test_a_perfect_draft_is_always_accepted(judges: dict[Any, Judge]) -> None:
       assert n == 2 and (weights == ps[2]).all()
 
 # temperature, top_p, top_k, min_p
-FILTERS = [(1.0, 1.0, 0, 0.0), (0.6, 1.0, 0, 0.0), (1.7, 1.0, 3, 0.0), (1.0, 0.7, 0, 0.0), (1.0, 1.0, 0, 0.3), (0.8, 0.9, 3, 0.1), (1.0, 1.0, 1, 0.0)]
+FILTERS = [(1.0, 1.0, 0, 0.0), (0.6, 1.0, 0, 0.0), (1.7, 1.0, 3, 0.0), (1.0, 0.7, 0, 0.0), (1.0, 1.0, 0, 0.3), (0.8, 0.9, 3, 0.1),
+           (1.0, 1.0, 1, 0.0)]
 
 def served(logits: Array, settings: tuple[float, ...]) -> Array:
   """float64 (n, V): the law that a request with these settings asks for. Equals of the last one kept stay."""
@@ -203,7 +206,8 @@ def unlikely_drafts_dropped(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple
 
 def not_strict(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]: return verify.rejection(p, x, q, u - 1e-15)
 
-def one_uniform(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]: return verify.rejection(p, x, q, u[:1].expand(u.shape[0]))
+def one_uniform(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+  return verify.rejection(p, x, q, u[:1].expand(u.shape[0]))
 
 def row_after(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
   n, weights = verify.rejection(p, x, q, u)
@@ -217,7 +221,8 @@ def test_wrong_rules_are_caught(rule: Rule) -> None:
   p, q = random_law(rng, 3, 2, 0.3), random_law(rng, 3, 1)
   assert distance(emitted_law(Judge(3, 2, rule), p, q), joint(p, 3, 2)) > 1e-3
 
-@pytest.mark.parametrize("what", ["no bias of the token before", "another temperature", "before top-k", "bonus row unfiltered", "one row late"])
+@pytest.mark.parametrize("what", ["no bias of the token before", "another temperature", "before top-k", "bonus row unfiltered",
+                                  "one row late"])
 def test_wrong_records_are_caught(judges: dict[Any, Judge], what: str) -> None:
   """The rule is right and what it is told is not."""
   V, K, rng = 3, 2, np.random.default_rng(9)
@@ -297,7 +302,7 @@ def test_edges_of_the_comparison(judges: dict[Any, Judge]) -> None:
   assert judge(p, [0], q, [0.5]).n == 0                    # u * q == p
   assert judge(p, [0], q, [np.nextafter(0.5, 0)]).n == 1
   assert judge([[0, 1], [0.4, 0.6]], [0], q, [0.0]).n == 0  # what the target never says stays out even at u = 0
-  assert judge([[1e-320, 1], [0.4, 0.6]], [0], [[1e-310, 1]], [0.5]).n == 0  # no division: nothing overflows
+  assert judge([[1e-320, 1], [0.4, 0.6]], [0], [[1e-310, 1]], [0.5]).n == 0  # as small as it gets
   n, _, weights = judge(p, [0], q, [0.9])
   assert n == 0 and weights.tolist() == [0, 0.25]
 
@@ -336,7 +341,7 @@ def chi2(counts: Array, law: Array) -> float:
   free = len(expected) - 1
   return float((((counts[law > 0] - expected) ** 2 / expected).sum() - free) / math.sqrt(2 * free))
 
-@pytest.mark.parametrize("ops", [twin, operations("CPU")], ids=["twin", "cpu"])
+@pytest.mark.parametrize("ops", [twin, cpu], ids=["twin", "cpu"])
 def test_draws_follow_the_weights(ops: Any) -> None:
   """Weights without a sum of one, such as a residual; as one row of many and as single rows, for each use."""
   weights = np.array([0.02, 0, 0.11, 0.04, 0.25], np.float32)
@@ -351,7 +356,7 @@ def test_draws_follow_the_weights(ops: Any) -> None:
 def test_the_three_uses_of_a_position_are_independent() -> None:
   """Draft, uniform number and residual draw of the same position, put together as a step does: the target's law comes out,
   jointly with the drafted token."""
-  ops, n, V = operations("CPU"), 6000, 4
+  ops, n, V = cpu, 6000, 4
   p, q = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.55, 0.25, 0.0, 0.2])
   seed, pos = Tensor([77, 0], dtype=dtypes.int32).realize(), Tensor([0], dtype=dtypes.int32).realize()
   tile = lambda row: Tensor(np.tile(row.astype(np.float32), (n, 1))).realize()
@@ -367,7 +372,7 @@ def test_the_three_uses_of_a_position_are_independent() -> None:
   assert chi2(np.bincount(drafted * V + out, minlength=V * V), want.ravel()) < 4
 
 # ------------------------------------------------------------------------------------------------ penalties
-def penalised(logits: Array, prompt: Array, reply: list[int], before: list[int], settings: tuple[float, float, float], bias: Array) -> Array:
+def penalised(logits: Array, prompt: Array, reply: list[int], before: list[int], settings: tuple[float, ...], bias: Array) -> Array:
   """Row by row from the lists themselves."""
   (repetition, presence, frequency), out = settings, logits.astype(np.float64)
   for r, row in enumerate(out):
@@ -377,7 +382,8 @@ def penalised(logits: Array, prompt: Array, reply: list[int], before: list[int],
       row[t] += bias[t] - presence * (t in said) - frequency * said.count(t)
   return out
 
-@pytest.mark.parametrize("settings", [(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.4), (1.2, -0.3, 0.2), (1e9, 0.0, 0.0)])
+@pytest.mark.parametrize("settings", [(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (1.0, 0.7, 0.0), (1.0, 0.0, 0.4), (1.2, -0.3, 0.2),
+                                      (1e9, 0.0, 0.0)])
 @pytest.mark.parametrize("before", [[], [3], [3, 3, 5], [7, 2, 7, 7, 0], [11, -1, 2, 900]])
 def test_every_row_is_penalised_by_its_own_history(settings: tuple[float, float, float], before: list[int]) -> None:
   V, rng = 12, np.random.default_rng(2)
