@@ -49,6 +49,7 @@ def clang() -> str | None:
   probe = subprocess.run([found, "-x", "c", "-fsyntax-only", "-include", HERE / "cuda_on_cpu.h", "-"], input=b"", capture_output=True)
   return None if probe.returncode else found
 
+pytestmark = pytest.mark.slow
 needs_clang = pytest.mark.skipif(clang() is None, reason="no clang with the headers of a C library")
 FLAGS = ("-std=gnu11", "-O1", "-w", "-fPIC", "-shared", "-fsanitize=alignment,bounds", "-fsanitize-trap=all")
 FOLDER = tempfile.TemporaryDirectory(prefix="specgrad-cuda-")

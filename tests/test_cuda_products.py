@@ -25,6 +25,7 @@ Array = np.ndarray
 HERE = Path(__file__).resolve().parent
 BUDGET = HERE.parent / "scripts" / "records" / "product_budget.json"
 ROWS, FEW = (1, 2, 3, 4, 5, 6, 7, 8, 16), (1, 6)             # every number of rows is a kernel of its own, a second each
+pytestmark = pytest.mark.slow
 NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 
 # ------------------------------------------------------------------------------------------------ kernels without a GPU

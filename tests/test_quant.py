@@ -17,7 +17,7 @@ from tinygrad import Tensor, TinyJit
 import specgrad
 from specgrad.engine import put
 from specgrad.models.rope import frequencies
-from specgrad.quant import cpu, operations, twin
+from specgrad.quant import cpu, cuda, operations, twin
 
 Array = np.ndarray
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 33)                    # the fast kernels tile rows: every rest occurs
@@ -96,7 +96,7 @@ def test_every_operation_of_the_model_is_here() -> None:
   assert {name for text in code for name in re.findall(r"\bops\.(\w+)", text)} == set(OPS)
 
 def test_who_computes_where() -> None:
-  for device, module in (("CPU", cpu), ("CPU:1", cpu), ("CUDA", twin), ("NV:1", twin)):
+  for device, module in (("CPU", cpu), ("CPU:1", cpu), ("CUDA", cuda), ("NV:1", cuda), ("CL", twin)):
     for w4a8 in (False, True):
       ops = operations(device, w4a8)
       for name in OPS:
