@@ -296,9 +296,9 @@ static inline __attribute__((always_inline)) void weights16(v16* even, v16* odd,
     *even = look_up(table, c); *odd = look_up(table, c >> 4);
   }
 }
-// `rows` of x times `cols` of w, each product one chain of 16 lanes over k, whatever the block. x of FP4 holds, for each 32 of k,
+// `rows` of x times `cols` of w, `far` apart in out, each product one chain of 16 lanes over k, whatever the block. x of FP4 holds, for each 32 of k,
 // the even ones and then the odd ones. What 16 does not divide is added at the end, one by one.
-static inline __attribute__((always_inline)) void product(float* out, i64 stride, const float* x, int rows, int kind, const u8* w,
+static inline __attribute__((always_inline)) void product(float* out, i64 stride, i64 far, const float* x, int rows, int kind, const u8* w,
                                                           const u8* scale, int cols, i64 k, i64 row_bytes, i64 scales) {
   const int step = kind == FP4 ? 32 : 16, group = kind == FP8 ? 128 : step; v16 acc[24]; i64 i = 0;
   for (int j = 0; j < rows * cols; j++) acc[j] = (v16){0};
@@ -327,7 +327,7 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
                 : of_e4m3(wc[q]) * pow2(sc[q / 128]);
         rest += x[r * k + q] * v;
       }
-      out[r * stride + c] = t[m] + rest;
+      out[r * stride + c * far] = t[m] + rest;
     }
   }
 }
@@ -346,13 +346,15 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
       } \
     } \
   }
+// The columns of a block lie n / WIDE apart: a few long streams, which a processor reads ahead in, not many short ones.
 #define MATMUL_ROWS(NAME, KIND, M) \
   static __attribute__((noinline)) void NAME##M(float* out, i64 stride, const float* x, const u8* w, const u8* scale, int n, i64 k) { \
-    enum { WIDE = M > 1 && KIND == FP4 ? 2 : 4 }; int c = 0;  /* as many as the registers hold */ \
-    const i64 row_bytes = bytes_of(KIND, k), scales = scales_of(KIND, k); \
+    enum { WIDE = M > 1 && KIND == FP4 ? 2 : 4 };  /* as many as the registers hold */ \
+    const i64 row_bytes = bytes_of(KIND, k), scales = scales_of(KIND, k), far = n / WIDE; \
     if (MOST_ROWS < M) return; \
-    for (; c + WIDE <= n; c += WIDE) product(out + c, stride, x, M, KIND, w + c * row_bytes, scale + c * scales, WIDE, k, row_bytes, scales); \
-    for (; c < n; c++) product(out + c, stride, x, M, KIND, w + c * row_bytes, scale + c * scales, 1, k, row_bytes, scales); \
+    for (i64 c = 0; c < far; c++) \
+      product(out + c, stride, far, x, M, KIND, w + c * row_bytes, scale + c * scales, WIDE, k, far * row_bytes, far * scales); \
+    for (i64 c = far * WIDE; c < n; c++) product(out + c, stride, 1, x, M, KIND, w + c * row_bytes, scale + c * scales, 1, k, 0, 0); \
   }
 static inline i64 bytes_of(int kind, i64 k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2; }
 static inline i64 scales_of(int kind, i64 k) { return kind == FP8 ? (k + 127) / 128 : k / 32; }
