@@ -256,7 +256,7 @@ class Engine:
     if not 0 <= depth <= limit:
       raise ValueError(f"engine: depth={depth}, want 0 to {limit}" + (" (the draft's block size)" if self.draft else ": there is no draft"))
     width = max(depth + 1, fixed_width or 1)
-    if width > 16: raise ValueError(f"engine: fixed_width={width}, want 1 to 16")
+    if width > 16 or (fixed_width is not None and fixed_width < 1): raise ValueError(f"engine: fixed_width={fixed_width}, want 1 to 16")
     one_hot = isinstance(self.draft, NgramDraft)
     rule = "greedy" if sampling.temperature <= 0 else "coupled" if coupled or one_hot or not depth else "rejection"
     label = Label("coupled" if rule == "coupled" and depth else "exact", {"coupled": "equal"}.get(rule, rule) if depth else "plain",
@@ -275,7 +275,12 @@ class Engine:
         if not 0 <= token < V: raise ValueError(f"sampling: logit_bias of id {token}, want 0 to {V - 1}")
         bias[token] = value
       put(s.bias, bias)
-      put(s.counts, np.stack([np.bincount(ids, minlength=V), np.zeros(V)]).astype(np.int32))
+      self.count(ids, [])
+
+  def count(self, prompt: Sequence[int], reply: Sequence[int]) -> None:
+    """The history that penalties look at."""
+    rows = [np.bincount(np.asarray(ids, np.int64), minlength=self.config.vocab_size) for ids in (prompt, reply)]
+    put(self.state.counts, np.stack(rows).astype(np.int32))
 
   def place(self, pos: int, anchor: int) -> None:
     """Moves the sequence: the next step processes `anchor` at `pos`."""
@@ -310,6 +315,7 @@ class Engine:
         plan, idle = replace(plan, depth=0), 0             # the same step again, without a draft
         stats.warnings.append(f"drafting stopped: step {stats.steps} at position {pos} gave no usable token")
         self.place(pos, anchor)
+        if plan.penalised: self.count(ids, [*self.held, anchor][len(ids):])
         continue
       self.held += [anchor, *block[:-1]]
       pos, anchor = pos + len(block), block[-1]

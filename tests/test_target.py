@@ -100,8 +100,8 @@ def raw(folder: Path) -> tuple[dict[str, Array], dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ layer by layer
 def observed(target: Target, ids: Array) -> dict[str, Array]:
   """Everything that `observe` sees of one chunk from position 0 on a new cache, and the logits. Rows behind the last id are
-  padding, so that few shapes need kernels."""
-  cache = Cache(target.config, 512, target.device)
+  padding, so that few shapes need kernels; the cache holds less than the 512 positions that a graph may look at."""
+  cache = Cache(target.config, 300, target.device)
   seen: dict[str, Array] = {}
   see = lambda name, t: seen.__setitem__(name, t.numpy())
   rows = next(r for r in ROWS if r >= len(ids))

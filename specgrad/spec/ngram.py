@@ -15,7 +15,8 @@ class NgramDraft:
   def propose(self, anchor: Tensor, pos: Tensor, depth: int, choose: Choose, context: int) -> Draft:
     """int32 (1,), int32 (1,) -> the `depth` tokens after the newest earlier place that ends in the longest of the last
     three, two or one tokens. Where nothing matches, or the place is too near the end, the token is 0."""
-    h, n = self.history[:context, 0], context
+    n = min(context, self.history.shape[0])
+    h = self.history[:n, 0]
     at = count(n)
     before = [h[(pos - i).maximum(0)] for i in (1, 2)]                                       # (1,) each
     one = (h == anchor) & (at < pos)
