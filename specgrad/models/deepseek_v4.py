@@ -150,6 +150,7 @@ def attention(model: Any, w: Any, x: Tensor, where: Where, ratio: int, state: La
   window = ops.kv_write(state.window, ops.linear(x, w.wkv.weight), w.kv_norm.weight, rope, pos, eps)
   written, entries, chosen, n = [window], None, None, where.context // ratio if ratio else 0
   if state.compressor:
+    n = min(n, state.compressor.entries.shape[0])          # a context may end before its bucket does
     ring, entries = compressor(model, w.compressor, x, where.block_rope[ratio], state.compressor, pos, False)
     written += [ring, entries]
     if observe: observe("compressed_kv", entries)
