@@ -34,7 +34,7 @@ if TYPE_CHECKING:
   from specgrad.api import Model, Reply
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMA, NUMERICS = "specgrad.bench/1", "reference"
+SCHEMA, NUMERICS = "specgrad.bench/1", "w4a8"
 TEXTS, RANDOM = ("code", "prose", "chat"), "random"
 RANDOM_LENGTH = 64                                         # ids of a random prompt
 SHORT = 200                                                # tokens; a shorter run says little about speed or acceptance

@@ -83,8 +83,9 @@ def test_one_prompt() -> None:
   want = model.generate(encode_chat(model.tokenizer, [{"role": "user", "content": HELLO}]), max_tokens=512).text
   code, out, err = command("-p", HELLO)
   assert (code, out) == (0, f"{want}\n")
-  assert err.startswith("demo: 6 layers, 16 experts, vocabulary 2048; CPU, reference numerics, context 4096\n"
-                        "greedy (temperature 0); at most 512 tokens a reply; thinking off\n")
+  assert err.startswith("demo: 6 layers, 16 experts, vocabulary 2048; CPU, w4a8 numerics, context 4096\n"
+                        "greedy (temperature 0); at most 512 tokens a reply; thinking off\n"
+                        "draft auto; verifier: exact, rule greedy, q one-hot, depth 5 fixed, numerics w4a8 fixed-width\n")
   assert re.search(r"\n\d+ tokens, [\d.]+ tok/s, TTFT .*\n$", err) and "\x1b" not in err
   code, piped, err = command("--max-tokens", "2", stdin=f"{HELLO}\n".encode())
   assert code == 0 and out.startswith(piped[:-1]) and len(piped) < len(out) and "(cut at --max-tokens 2)" in err
@@ -141,7 +142,8 @@ def test_a_full_disk_is_one_line() -> None:
   (("-p", "a", "--devices", "CPU,"), b"", "--devices='CPU,', want a name such as CPU or CUDA"),
   (("--gpus", "1", "--devices", "CPU"), b"", "argument --devices: not allowed with argument --gpus. --help lists the "
                                               "flags"),
-  (("-p", "a", "--devices", "FOO"), b"", "device FOO can't be used: No module named 'tinygrad.runtime.ops_foo'"),
+  (("-p", "a", "--devices", "FOO"), b"", "device FOO: No module named 'tinygrad.runtime.ops_foo', want one that tinygrad can "
+                                                  "open here"),
   (("-p", "a", "--model", "/no\x1b[2J\nwhere"), b"", r"/no\x1b[2J where: no such directory, want the folder of a "
                                                     "checkpoint"),
   (("-p", "a", "--max-context", "1"), b"", "engine: max_context=1, want 2 to 4096 (max_position_embeddings of this "
