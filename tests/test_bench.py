@@ -42,7 +42,7 @@ def test_a_checkpoint_with_a_draft(checkpoint: Path) -> None:
   assert set(result) == HEAD
   assert result["schema"] == "specgrad.bench/1" and result["command"].startswith("python scripts/bench.py --model")
   assert re.fullmatch(r"unknown|[0-9a-f]{40}(-modified)?", result["commit"])
-  assert (result["draft"], result["depth"], result["numerics"], result["max_tokens"]) == ("dspark", 5, "reference", 24)
+  assert (result["draft"], result["depth"], result["numerics"], result["max_tokens"]) == ("dspark", 5, "w4a8", 24)
   assert result["parameters"] > result["draft_parameters"] > 0
 
   assert [x["prompt_tokens"] for x in result["prefill"]] == [20, 150]
