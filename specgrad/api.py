@@ -137,7 +137,7 @@ class Model:
     """ids (n,) -> the reply, at most max_tokens long. Greedy at temperature 0; otherwise a run repeats exactly from its
     seed. finish_reason is "stop" (EOS or a stop string), "length" or "context".
 
-    depth: drafted tokens a step, none: the draft's own block size, 0: plain decoding. At temperature above 0 drafts are
+    depth: drafted tokens a step, none: the draft's own block size (2 on a CPU), 0: plain decoding. At temperature above 0 drafts are
     verified by rejection sampling, which keeps the target's law; `coupled` keeps the very ids that plain decoding gives
     for the seed. ignore_eos goes on past EOS, to measure. fixed_width: rows of every step; plain decoding at
     fixed_width=K+1 does the arithmetic of depth K.

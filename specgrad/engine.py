@@ -167,9 +167,15 @@ class Engine:
     self.held, self.written = [], 0
 
   @property
-  def depth(self) -> int:
-    """Tokens drafted a step unless the caller says otherwise."""
+  def block(self) -> int:
+    """Tokens of a whole draft block: what the draft was made for, at most 5."""
     return min(5, self.draft.depth_limit) if self.draft else 0
+
+  @property
+  def depth(self) -> int:
+    """Tokens drafted a step unless the caller says otherwise: the block, but on a CPU, which pays for every row, no more
+    than 2. A GPU waits for weights, whatever the rows."""
+    return min(2, self.block) if self.device.split(":")[0] == "CPU" else self.block
 
   # ---------------------------------------------------------------------------------------------- captured graphs
   def graph(self, name: str, build: Callable[[], Any], *key: Any) -> Any:
@@ -345,12 +351,12 @@ class Engine:
     ids = self.check(ids, 1)
     for _ in self.feed(ids[:-1], self.reusable(ids)): pass
     self.place(len(ids) - 1, ids[-1])
-    self.held, self.written = self.held[:len(ids) - 1], max(self.written, len(ids) + self.depth)
-    context = self.bucket(len(ids) + self.depth)
+    self.held, self.written = self.held[:len(ids) - 1], max(self.written, len(ids) + self.block)
+    context = self.bucket(len(ids) + self.block)
 
     def build() -> tuple[Tensor, ...]:
       greedy = lambda logits, row: (self.target.ops.argmax(logits), None)
-      block = draft.propose(self.state.anchor, self.state.pos, self.depth, greedy, context)
+      block = draft.propose(self.state.anchor, self.state.pos, self.block, greedy, context)
       out = tuple(t.contiguous() for t in (block.tokens, block.logits, block.confidence) if t is not None)
       Tensor.realize(*out)
       return out

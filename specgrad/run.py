@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
   fast.add_argument("--draft", default="auto", metavar="KIND", help="auto: the checkpoint's own DSpark stages, if any; "
                     "none; ngram: what followed before; or the folder of a smaller checkpoint (default: %(default)s)")
   fast.add_argument("--depth", type=int, metavar="K", help="drafted tokens a step (default: the draft's block size, at "
-                    "most 5)")
+                    "most 5; 2 on a CPU)")
   fast.add_argument("--coupled", action="store_true", help="with a temperature: keep the very tokens that the seed gives "
                     "without a draft (default: rejection sampling, which keeps their law)")
   fast.add_argument("--self-test", action="store_true", help="only compare 32 tokens with and without the draft, and leave")

@@ -218,7 +218,7 @@ def test_a_run_from_beginning_to_end(shared: Path, tmp_path: Path, capsys: pytes
     [(name, t, 6) for t in (0.0, 1.0) for name in evidence.SYNTHETIC]
   assert [c["expected_first"] is None for c in s["classes"]] == [True, True, False, False]
   assert all(c["confidence_first"] and c["differ_from_width_1"] in (0, None) for c in s["classes"])
-  assert all(v["depth"] == 5 for v in s["verifiers"]) and s["mix"] is None
+  assert all(v["depth"] == 2 for v in s["verifiers"]) and s["mix"] is None
   lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
   (tmp_path / "a.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])
   assert accept.main(flags) == 0

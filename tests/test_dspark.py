@@ -221,7 +221,7 @@ def test_depth(golden: Golden) -> None:
   for depth in (-1, 6):
     with pytest.raises(ValueError, match=rf"^engine: depth={depth}, want 0 to 5 \(the draft's block size\)$"):
       model.generate(ids, max_tokens=4, depth=depth)
-  assert len(model.generate(ids, max_tokens=4).stats.drafted) == 5  # unless told otherwise
+  assert len(model.generate(ids, max_tokens=4).stats.drafted) == 2  # unless told otherwise, on a CPU
 
 def test_no_draft(shared: Path) -> None:
   model = load(shared / "golden" / "v4_r16" / "ckpt", max_context=64)

@@ -85,7 +85,7 @@ def test_one_prompt() -> None:
   assert (code, out) == (0, f"{want}\n")
   assert err.startswith("demo: 6 layers, 16 experts, vocabulary 2048; CPU, w4a8 numerics, context 4096\n"
                         "greedy (temperature 0); at most 512 tokens a reply; thinking off\n"
-                        "draft auto; verifier: exact, rule greedy, q one-hot, depth 5 fixed, numerics w4a8 fixed-width\n")
+                        "draft auto; verifier: exact, rule greedy, q one-hot, depth 2 fixed, numerics w4a8 fixed-width\n")
   assert re.search(r"\n\d+ tokens, [\d.]+ tok/s, TTFT .*\n$", err) and "\x1b" not in err
   code, piped, err = command("--max-tokens", "2", stdin=f"{HELLO}\n".encode())
   assert code == 0 and out.startswith(piped[:-1]) and len(piped) < len(out) and "(cut at --max-tokens 2)" in err
