@@ -302,7 +302,7 @@ def test_from_one_captured_context_to_the_next(models: Models, draft: str) -> No
   want = models.plain(ids, 30)
   model = drafting(models, draft, ids, want)
   assert model.generate(ids, max_tokens=30).ids == want
-  assert len({key[1].context for key in model.engine.graphs if key[0] == "step" and key[1].depth == 5}) > 1
+  assert len({key[1].context for key in model.engine.graphs if key[0] == "step" and key[1].depth == model.depth}) > 1
 
 # ------------------------------------------------------------------------------------------------ drawn
 PENALISED: dict[str, Any] = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {4: 1.0}}
