@@ -417,9 +417,10 @@ void NAME(u8* restrict ring, const float* restrict kv, const float* restrict nor
 #ifdef KERNEL_kv_rows  // out (T,D) as kv_write would cache it; kv (T,D), norm (D,), rope (T,R/2,2)
 void NAME(float* restrict out, const float* restrict kv, const float* restrict norm, const float* restrict rope) {
   for (int t = 0; t < T; t++) {
-    float* o = out + (i64)t * D;
-    kv_row(o, kv + (i64)t * D, norm, rope + (i64)t * R);
-    if (W4A8) act_quant(o, o, D - R, 64);
+    float row[D], *o = out + (i64)t * D;
+    kv_row(row, kv + (i64)t * D, norm, rope + (i64)t * R);
+    for (int d = 0; d < D; d++) o[d] = row[d];
+    if (W4A8) act_quant(o, row, D - R, 64);                // it must not write where it reads
   }
 }
 #endif

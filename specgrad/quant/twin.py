@@ -225,8 +225,9 @@ def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Ten
   else: k, g = own[..., :w], own[..., w:]
   pooled = rnd((g.contiguous().softmax(1) * k).sum(1), w4a8).contiguous()
   new = rotate(rnd(rms(pooled, eps) * norm, w4a8), rope, w4a8=w4a8).contiguous()
-  if w4a8 and index: new = formats.quantise_e2m1(rnd(formats.hadamard(new), w4a8).contiguous())[0].cat(
-    formats.quantise_e2m1(rnd(formats.hadamard(new), w4a8).contiguous())[1], dim=1)
+  if w4a8 and index:
+    codes, scale = formats.quantise_e2m1(rnd(formats.hadamard(new), w4a8).contiguous())
+    new = codes.cat(scale, dim=1)
   elif w4a8: new = encode_rows(new, rope.shape[1] * 2)
   return ring, write_rows(entries, new, pos // R)
 
