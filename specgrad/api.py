@@ -163,19 +163,23 @@ def demo_path() -> Path:
   """The folder of the checkpoint that ships with the package."""
   return Path(__file__).parent / "demo"
 
-def load(path: str | Path | None = None, *, numerics: str = "w4a8", devices: Sequence[str] = ("CPU",),
-         draft: str | Path = "auto", max_context: int | None = None, progress: Progress | None = None) -> Model:
+def load(path: str | Path | None = None, *, numerics: str = "w4a8", devices: Sequence[str] = ("CPU",), draft: str | Path = "auto",
+         max_context: int | None = None, kv: str = "sharded", slots: int = 1, progress: Progress | None = None) -> Model:
   """Loads the checkpoint in folder `path` (none: the demonstration checkpoint), original or Hugging Face names.
 
   draft: "auto" takes the checkpoint's own DSpark stages if there are any, "none" decodes plainly, "ngram" looks up what
   followed before, and a folder is a smaller checkpoint with the same vocabulary that drafts token by token.
   numerics "w4a8" keeps weights and caches in their 4 and 8 bits and rounds activations as the official code does;
   "reference" computes in float32 with dequantised weights. Everything is checked before anything is allocated.
+  devices: several of one kind share the work. Of the long part of the cache each then keeps its share, or with kv
+  "replicated" all of it: faster at short contexts. slots: sequences that the cache has room for (Batch).
   `progress` is called with (stage, done, total) for the stages load, compile, prefill.
   Raises ConfigError, CheckpointError, TokenizerError, ValueError, each with one line that says what was wanted."""
   if numerics not in ("w4a8", "reference"): raise ValueError(f"load: numerics={numerics!r}, want 'w4a8' or 'reference'")
+  if kv not in ("sharded", "replicated"): raise ValueError(f"load: kv={kv!r}, want 'sharded' or 'replicated'")
   devices = (devices,) if isinstance(devices, str) else tuple(devices)
-  if len(devices) != 1: raise ValueError(f"load: devices={','.join(devices) or 'none'}, want one. Several devices are not supported yet")
+  if not devices or len({d.split(":")[0] for d in devices}) > 1 or len(set(devices)) < len(devices):
+    raise ValueError(f"load: devices={','.join(devices) or 'none'}, want different ones of one kind")
   folder = Path(path) if path is not None else demo_path()
   checkpoint = Checkpoint.open(folder)
   tokenizer = Tokenizer.from_file(folder) if (folder / "tokenizer.json").exists() else None
@@ -183,4 +187,4 @@ def load(path: str | Path | None = None, *, numerics: str = "w4a8", devices: Seq
     raise ValueError(f"{folder.name}: tokenizer.json has {tokenizer.n_vocab} ids, want at most vocab_size={checkpoint.config.vocab_size}. "
                      "It belongs to another checkpoint")
   silent: Progress = lambda stage, done, total: None
-  return Model(Engine(checkpoint, devices[0], max_context, numerics == "w4a8", str(draft), progress or silent), tokenizer)
+  return Model(Engine(checkpoint, devices, max_context, numerics == "w4a8", str(draft), progress or silent, kv, slots), tokenizer)

@@ -1,7 +1,8 @@
-"""Runs a model on a device: loading, chunked prefill, one captured graph per decode step, what a later turn can reuse.
+"""Runs a model on its devices: loading, chunked prefill, one captured graph per decode step, what a later turn can reuse.
 
-Speaks token ids only. This is the one module that reads from the device, once a step. Positions, tokens and settings live
-in device buffers that the captured graphs close over, so that a step needs no argument and no recapture."""
+Speaks token ids only. This is the one module that reads from a device, once a step. Positions, tokens and settings live
+in device buffers that the captured graphs close over, so that a step needs no argument and no recapture. The cache has a
+slot for each sequence; a step takes some of them, each in a lane of its own."""
 import functools
 import hashlib
 import math
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tinygrad import Tensor, TinyJit
@@ -19,15 +20,19 @@ from tinygrad.helpers import Context
 
 from specgrad import cpu_graph, lowering_cache
 from specgrad.checkpoint import Checkpoint
-from specgrad.models.deepseek_v4 import MAX_ROWS, Cache, Target
-from specgrad.models.dspark import DSpark
+from specgrad.models.deepseek_v4 import MAX_ROWS, Cache, Target, on_all
+from specgrad.models.dspark import Draft, DSpark
 from specgrad.models.small import SmallDraft
+from specgrad.plan import plan as placed
+from specgrad.quant import Each, flat, lift, on, realize
 from specgrad.spec.ngram import NgramDraft
-from specgrad.spec.step import Drafter, Plan, State, run
+from specgrad.spec.step import Drafter, Plan, State, propose, settle
+from specgrad.spec.step import run as whole_step
 from specgrad.spec.verify import Label
 from specgrad.weights import DRAFT, TARGET, stream
 
 ROWS = (1, 8, 32, MAX_ROWS)                                # rows of the captured chunks; a shorter rest is padded
+LANES = (1, 4, 16)                                         # sequences of the captured steps
 BUCKETS = tuple(512 * 4 ** i for i in range(7))            # context lengths that a graph is captured for
 Progress = Callable[[str, int, int], None]                 # stage, done, total
 
@@ -76,7 +81,7 @@ class Stats:
   ttft: float = 0.0                                        # request to first token
   seconds: float = 0.0                                     # first step's end to last step's end
   first_step: int = 0                                      # tokens of the first step, which `seconds` does not cover
-  finish_reason: str = ""                                  # "stop", "length" (max_tokens), "context", "interrupted"
+  finish_reason: str = ""                                  # "stop", "length" (max_tokens), "context", "interrupted", "error"
   warnings: list[str] = field(default_factory=list)
 
   @property
@@ -106,36 +111,137 @@ def open_device(name: str) -> None:
   except (AttributeError, ImportError, OSError, RuntimeError, AssertionError, ExceptionGroup) as e:
     raise ValueError(f"device {name}: {' '.join(str(e).split()) or type(e).__name__}, want one that tinygrad can open here") from e
 
-def put(tensor: Tensor, values: np.ndarray) -> None:
-  """Overwrites a device buffer from the host. values: the tensor's dtype and size."""
+def put(tensor: Any, values: np.ndarray) -> None:
+  """Overwrites a buffer, on each device that has it, from the host. values: the tensor's dtype and size."""
   data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
-  tensor._buffer().copy_from(Buffer("PYTHON", tensor.numel(), tensor.dtype, opaque=data))
+  for t in flat((tensor,)): t._buffer().copy_from(Buffer("PYTHON", t.numel(), t.dtype, opaque=data))
+
+class Mask(Protocol):
+  """Which tokens a reply may go on with, for example by a grammar."""
+  def rows(self, drafted: Sequence[int]) -> np.ndarray:
+    """bool (len(drafted)+1, V): what may follow after 0, 1, .. of the drafted tokens. All of it after one that may not."""
+  def advance(self, ids: Sequence[int]) -> None:
+    """These were emitted."""
 
 @dataclass
-class Engine:
-  """One sequence on one device. `held` are the ids whose rows are in the cache, in order; rows up to `written` were
-  touched (padding included), which bounds how far the position may move back."""
-  checkpoint: Checkpoint
-  device: str = "CPU"
-  max_context: int | None = None
-  w4a8: bool = True                                        # weights in their stored formats, values rounded as officially
-  draft_choice: str = "auto"                               # "auto", "none", "ngram", or the folder of a smaller checkpoint
-  progress: Progress = lambda stage, done, total: None
+class Slot:
+  """A sequence's place in the cache. `held` are the ids whose rows are in it, in order; rows up to `written` were touched
+  (padding included), which bounds how far the position may move back."""
   held: list[int] = field(default_factory=list)
   written: int = 0
 
+  def touch(self, start: int, rows: int) -> None: self.written = max(self.written, start + rows) if start else rows
+
+  def reusable(self, ids: Sequence[int]) -> int:
+    """How many leading ids need no new rows. At most len(ids)-1: the last one is the anchor of the first step.
+
+    A position can move back as long as nothing that its window or its unfinished blocks need was overwritten: the rings
+    hold MAX_ROWS more than those need."""
+    n = next((i for i, (a, b) in enumerate(zip(self.held, ids)) if a != b), min(len(self.held), len(ids)))
+    n = min(n, len(ids) - 1)
+    return n if self.written - n <= MAX_ROWS else 0
+
+class TokenLogprobs(NamedTuple):
+  """Of the model's own law: no temperature, no filter, no penalty, no mask."""
+  logprob: float
+  top: list[tuple[int, float]]                             # (id, log probability), best first
+
+class Block(NamedTuple):
+  """What a step gave one reply. A block may run past the end of its text."""
+  ids: list[int]
+  logprobs: list[TokenLogprobs] | None                     # for each id
+
+@dataclass(eq=False)
+class Run:
+  """A reply under way."""
+  ids: list[int]                                           # the prompt
+  max_tokens: int
+  sampling: Sampling
+  stats: Stats
+  plan: Plan                                               # its context is filled in for every step
+  ignore_eos: bool = False
+  mask: Mask | None = None
+  logprobs: int | None = None                              # how many alternatives to name
+  slot: int = 0
+  out: list[int] = field(default_factory=list)             # what the device emitted, past the end of the text, too
+  idle: int = 0                                            # steps since a drafted token was accepted
+  error: str = ""
+  began: float = field(default_factory=time.perf_counter)
+  seed: int = 0
+
+  def __post_init__(self) -> None: self.seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
+
+  @property
+  def pos(self) -> int: return len(self.ids) + len(self.out) - 1
+  @property
+  def anchor(self) -> int: return (self.out or self.ids)[-1]
+
+  def undraft(self, why: str) -> None:
+    self.plan, self.idle = replace(self.plan, depth=0), 0
+    self.stats.warnings.append(f"drafting stopped: {why}")
+
+  def take(self, n: int, block: list[int], eos: int, limit: int) -> list[int]:
+    """A step's n accepted tokens and its bonus -> those of them that belong to the reply."""
+    stats, depth = self.stats, self.plan.depth
+    self.out += block
+    stats.steps += 1
+    for i in range(depth): stats.drafted[i], stats.accepted[i] = stats.drafted[i] + 1, stats.accepted[i] + (i < n)
+    self.idle = self.idle + 1 if depth and not n else 0
+    if self.idle == 64: self.undraft("no drafted token was accepted in 64 steps")
+    room = self.max_tokens - stats.tokens
+    stop = block.index(eos) + 1 if eos in block and not self.ignore_eos else len(block) + 1
+    end = min(stop, room, limit - (self.pos - len(block)))                # tokens until the last slot is used
+    if end <= len(block): stats.finish_reason = "stop" if end == stop else "length" if end == room else "context"
+    block = block[:end]
+    stats.tokens += len(block)
+    now = time.perf_counter()
+    if stats.steps == 1: stats.ttft, stats.first_step, self.began = now - self.began, len(block), now
+    stats.seconds = now - self.began
+    if self.mask: self.mask.advance(block)
+    return block
+
+@dataclass
+class Lanes:
+  """Buffers of a step of `size` sequences, and whose state they hold."""
+  size: int
+  state: State
+  held: list[tuple[Run, int]] | None = None                # (reply, its position) of each lane in use
+  penalised: bool = False                                  # whether histories and rates are those of the replies
+  spare: list[tuple[int, int]] = field(default_factory=list)  # (slot, position) of the lanes that are not in use: see arm
+  masks: dict[int, Any] = field(default_factory=dict)      # width -> bool (size * width, V)
+
+  def hold(self, runs: Sequence[Run], penalised: bool) -> bool:
+    if self.held is None or len(self.held) != len(runs) or penalised > self.penalised: return False
+    return all(run is r and run.pos == pos for run, (r, pos) in zip(runs, self.held))
+
+@dataclass
+class Engine:
+  """A model on its devices, with `slots` sequences."""
+  checkpoint: Checkpoint
+  devices: tuple[str, ...] = ("CPU",)
+  max_context: int | None = None                           # of each sequence
+  w4a8: bool = True                                        # weights in their stored formats, values rounded as officially
+  draft_choice: str = "auto"                               # "auto", "none", "ngram", or the folder of a smaller checkpoint
+  progress: Progress = lambda stage, done, total: None
+  kv: str = "sharded"                                      # of several devices each keeps its entries of the cache; "replicated": all
+  slots: int = 1
+
   def __post_init__(self) -> None:
     lowering_cache.install()                               # before the first kernel
-    open_device(self.device)
-    cpu_graph.install(self.device)
+    for device in self.devices:
+      open_device(device)
+      cpu_graph.install(device)
     config = self.config = self.checkpoint.config
     limit = config.max_position_embeddings
     if self.max_context is None: self.max_context = min(limit, 131072)
     if not 2 <= self.max_context <= limit:
       raise ValueError(f"engine: max_context={self.max_context}, want 2 to {limit} (max_position_embeddings of this checkpoint)")
+    if not 1 <= self.slots <= LANES[-1]: raise ValueError(f"engine: slots={self.slots}, want 1 to {LANES[-1]}")
     choice = self.draft_choice
     own = choice == "auto" and config.dspark is not None
     small = None if choice in ("auto", "none", "ngram") else paired(self.checkpoint, choice)
+    if len(self.devices) > 1:                              # raises what can't be split
+      for ck in (self.checkpoint, *((small,) if small else ())): placed(ck, len(self.devices), kv=self.kv)
     wanted = [(self.checkpoint, TARGET)] + ([(self.checkpoint, DRAFT)] if own else []) + ([(small, TARGET)] if small else [])
     total = sum(ck.tensors[n].nbytes for ck, prefix in wanted for n in ck.tensors if n.startswith(prefix))
     done = 0
@@ -144,27 +250,32 @@ class Engine:
       nonlocal done
       done += n
       self.progress("load", done, total)
-    weights = [dict(stream(ck, self.device, read, prefix, packed=self.w4a8)) for ck, prefix in wanted]
+    weights = [dict(stream(ck, self.devices, read, prefix, packed=self.w4a8)) for ck, prefix in wanted]
+    settings = self.max_context, self.devices, self.w4a8, self.slots, self.kv == "sharded"
     self.target = Target(config, weights[0], self.w4a8)
-    self.cache = Cache(config, self.max_context, self.device, self.w4a8)
+    self.cache = Cache(config, *settings)
     self.draft: Drafter | None = None
-    if own: self.draft = DSpark(self.target, weights[1])
-    if choice == "ngram": self.draft = NgramDraft(self.max_context + MAX_ROWS, self.device)
-    if small:
-      cache = Cache(small.config, self.max_context, self.device, self.w4a8)
-      self.draft = SmallDraft(Target(small.config, weights[1], self.w4a8), cache)
-    V, make = config.vocab_size, lambda dtype, *shape: Tensor(np.zeros(shape, dtype), device=self.device).clone().realize()
-    self.rows = {n: make(np.int32, n) for n in ROWS}
-    self.state = State(make(np.int32, 1), make(np.int32, 1), make(np.int32, 2), make(np.float32, 4), make(np.float32, 3),
-                       make(np.float32, V), make(np.int32, 2, V))
+    if own: self.draft = DSpark(self.target, weights[1], self.slots)
+    if choice == "ngram": self.draft = NgramDraft(self.max_context + MAX_ROWS, self.devices, self.slots)
+    if small: self.draft = SmallDraft(Target(small.config, weights[1], self.w4a8), Cache(small.config, *settings))
+    self.slot = [Slot() for _ in range(self.slots)]
+    self.fill = self.make(np.int32, 2, 1)                  # where a prompt's next chunk goes: position, slot
+    self.rows = {n: self.make(np.int32, n) for n in ROWS}  # and its ids
+    self.lanes: dict[int, Lanes] = {}
     self.graphs: dict[tuple[Any, ...], TinyJit] = {}
 
+  def make(self, dtype: type, *shape: int) -> Any:
+    """A buffer of zeros on every device."""
+    return on_all(self.devices, lambda device: Tensor(np.zeros(shape, dtype), device=device).clone().realize())
+
+  @property
+  def device(self) -> str: return self.devices[0]
   @property
   def numerics(self) -> str: return "w4a8" if self.w4a8 else "reference"
 
   def reset(self) -> None:
     """Forgets what the cache holds; its bytes stay, since nothing looks at them."""
-    self.held, self.written = [], 0
+    for i in range(self.slots): self.slot[i] = Slot()
 
   @property
   def block(self) -> int:
@@ -195,41 +306,63 @@ class Engine:
 
   def bucket(self, end: int) -> int: return next((b for b in BUCKETS if end <= b), BUCKETS[-1])
 
-  def chunk(self, rows: int, context: int) -> Tensor:
+  def chunk(self, rows: int, context: int) -> Any:
     """Prefill of one padded chunk -> streams float32 (rows, S, D). The draft is given its rows of the same tokens."""
-    def build() -> Tensor:
-      ids, pos, draft = self.rows[rows], self.state.pos, self.draft
-      h, taps = self.target.forward_taps(ids, pos, self.cache, context, draft.tap_layers if draft else ())
-      if draft: Tensor.realize(*draft.commit(ids, taps, pos, context))
+    def build() -> Any:
+      ids, draft = self.rows[rows], self.draft
+      h, taps = self.target.forward_taps(ids, self.fill, self.cache, context, draft.tap_layers if draft else ())
+      if draft: realize(*draft.commit(ids, taps, self.fill, context))
       return h
     return self.graph("chunk", build, rows, context)
 
-  def step(self, plan: Plan) -> np.ndarray:
-    """One captured step, and the one read from the device. -> int32 (depth+2,): n_accepted, tokens."""
-    return self.graph("step", lambda: run(self.target, self.cache, self.draft, self.state, plan), plan).numpy()
+  def step(self, plan: Plan, state: State) -> tuple[np.ndarray, np.ndarray | None]:
+    """One captured step, and the one read from the device. -> int32 (B, depth+2): n_accepted, tokens; float32 (B, width, V)
+    logits if the plan asks for logprobs."""
+    B = on(0, state.anchor).shape[0]
+    return self.read(self.graph("step", functools.partial(whole_step, self.target, self.cache, self.draft, state, plan), plan, B), B)
+
+  def read(self, results: Any, B: int) -> tuple[np.ndarray, np.ndarray | None]:
+    if not isinstance(results, tuple) or isinstance(results, Each): return on(0, results).numpy(), None
+    packed, logits = (on(0, x).numpy() for x in results)
+    return packed, logits.reshape(B, -1, logits.shape[-1])
+
+  def masked_step(self, plan: Plan, lanes: Lanes, runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray | None]:
+    """A step in two captured halves: what may stand in a row hangs on the tokens that were drafted before it, so these are
+    read in between."""
+    B, K, V, state, proposal = lanes.size, plan.depth, self.config.vocab_size, lanes.state, None
+    drafted = np.zeros((B, 0), np.int32)
+    if (draft := self.draft) and K:
+      def build() -> tuple[Any, ...]:
+        made = propose(self.target, draft, state, plan)
+        out = tuple(lift(Tensor.contiguous)(t) for t in (made.tokens, made.probs) if t is not None)
+        realize(*out)
+        return out
+      proposal = self.graph("propose", build, plan, B)
+      drafted = on(0, proposal[0]).numpy().reshape(B, K)
+    if (mask := lanes.masks.get(plan.width)) is None:
+      mask = lanes.masks[plan.width] = self.make(np.bool_, B * plan.width, V)
+    allowed = np.ones((B, plan.width, V), np.bool_)
+    for i, r in enumerate(runs):
+      if r.mask: allowed[i, :K + 1] = r.mask.rows(drafted[i].tolist())
+    put(mask, allowed)
+    made = Draft(proposal[0], proposal[1] if len(proposal) > 1 else None) if proposal else None
+    rest = functools.partial(settle, self.target, self.cache, self.draft, state, plan, made, mask)
+    return self.read(self.graph("settle", rest, plan, B), B)
 
   # ---------------------------------------------------------------------------------------------- prefill
-  def reusable(self, ids: Sequence[int]) -> int:
-    """How many leading ids need no new rows. At most len(ids)-1: the last one is the anchor of the first step.
-
-    A position can move back as long as nothing that its window or its unfinished blocks need was overwritten: the rings
-    hold MAX_ROWS more than those need."""
-    n = next((i for i, (a, b) in enumerate(zip(self.held, ids)) if a != b), min(len(self.held), len(ids)))
-    n = min(n, len(ids) - 1)
-    return n if self.written - n <= MAX_ROWS else 0
-
-  def feed(self, ids: Sequence[int], start: int, chunk: int | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Rows for ids[start:], in chunks of at most `chunk`: (rows that count, streams of the padded chunk) after each one."""
-    at, size = start, min(chunk or MAX_ROWS, MAX_ROWS)
-    self.held = self.held[:start]
+  def feed(self, ids: Sequence[int], start: int, chunk: int | None = None, slot: int = 0) -> Iterator[tuple[int, Any]]:
+    """Rows for ids[start:] into a slot, in chunks of at most `chunk`: (rows that count, streams of the padded chunk) after
+    each one."""
+    at, size, place = start, min(chunk or MAX_ROWS, MAX_ROWS), self.slot[slot]
+    place.held = place.held[:start]
     while at < len(ids):
       n = min(size, len(ids) - at)
       rows = next(r for r in ROWS if r >= n)
-      put(self.state.pos, np.array([at], np.int32))
+      put(self.fill, np.array([[at], [slot]], np.int32))
       put(self.rows[rows], np.array([*ids[at:at + n], *[0] * (rows - n)], np.int32))
-      self.written = max(self.written, at + rows) if at else at + rows
+      place.touch(at, rows)
       h = self.chunk(rows, self.bucket(at + rows))
-      self.held += ids[at:at + n]
+      place.held += ids[at:at + n]
       at += n
       yield n, h
       self.progress("prefill", at - start, len(ids) - start)
@@ -250,8 +383,8 @@ class Engine:
     if chunk is not None and chunk < 1: raise ValueError(f"engine: chunk={chunk}, want at least 1")
     out = []
     for n, h in self.feed(ids, 0, chunk):
-      rows = h.shape[0]
-      out.append(self.graph("head", functools.partial(self.target.head, h), rows, h.uop.base).numpy()[:n])
+      rows = on(0, h).shape[0]
+      out.append(on(0, self.graph("head", functools.partial(self.target.head, h), rows, on(0, h).uop.base)).numpy()[:n])
     return np.concatenate(out)
 
   # ---------------------------------------------------------------------------------------------- decode
@@ -269,29 +402,96 @@ class Engine:
                   "none" if not depth else "realised" if rule == "rejection" else "one-hot", depth, self.numerics)
     return Plan(rule, depth, width, 0, sampling.penalised), label
 
-  def arm(self, ids: Sequence[int], sampling: Sampling) -> None:
-    """Settings, history and noise of a new reply into the device buffers."""
-    s, V, seed = self.state, self.config.vocab_size, secrets.randbits(63) if sampling.seed is None else sampling.seed
-    put(s.settings, np.array([sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p], np.float32))
-    put(s.seed, np.array([seed & 0xffffffff, seed >> 32], np.uint32).view(np.int32))
-    if sampling.penalised:
-      put(s.penalties, np.array([sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty], np.float32))
-      bias = np.zeros(V, np.float32)
-      for token, value in sampling.logit_bias:
-        if not 0 <= token < V: raise ValueError(f"sampling: logit_bias of id {token}, want 0 to {V - 1}")
-        bias[token] = value
-      put(s.bias, bias)
-      self.count(ids, [])
+  def begin(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, stats: Stats, depth: int | None = None, coupled: bool = False,
+            fixed_width: int | None = None, ignore_eos: bool = False, mask: Mask | None = None, logprobs: int | None = None) -> Run:
+    """A reply that nothing was done for yet. Raises ValueError for settings out of range and a prompt that does not fit."""
+    ids, V = self.check(ids, 1), self.config.vocab_size
+    if max_tokens < 1: raise ValueError(f"engine: max_tokens={max_tokens}, want at least 1")
+    if wrong := [t for t, _ in sampling.logit_bias if not 0 <= t < V]:
+      raise ValueError(f"sampling: logit_bias of id {wrong[0]}, want 0 to {V - 1}")
+    plan, label = self.plan(sampling, depth, coupled, fixed_width)
+    stats.verifier, stats.prompt_tokens = str(label), len(ids)
+    stats.drafted, stats.accepted = [0] * plan.depth, [0] * plan.depth
+    plan = replace(plan, masked=mask is not None, logprobs=logprobs is not None)
+    return Run(ids, max_tokens, sampling, stats, plan, ignore_eos, mask, logprobs)
 
-  def count(self, prompt: Sequence[int], reply: Sequence[int]) -> None:
-    """The history that penalties look at."""
-    rows = [np.bincount(np.asarray(ids, np.int64), minlength=self.config.vocab_size) for ids in (prompt, reply)]
-    put(self.state.counts, np.stack(rows).astype(np.int32))
+  def prefill(self, run: Run, slot: int = 0) -> Iterator[None]:
+    """The rows of a reply's prompt, chunk after chunk; what the slot holds already is kept. `advance` may follow the last."""
+    start = self.slot[slot].reusable(run.ids)
+    run.slot, run.stats.reused_tokens = slot, start
+    for _ in self.feed(run.ids[:-1], start, slot=slot): yield
+    self.slot[slot].held = self.slot[slot].held[:len(run.ids) - 1]
 
-  def place(self, pos: int, anchor: int) -> None:
-    """Moves the sequence: the next step processes `anchor` at `pos`."""
-    put(self.state.pos, np.array([pos], np.int32))
-    put(self.state.anchor, np.array([anchor], np.int32))
+  def arm(self, runs: Sequence[Run], lanes: Lanes, penalised: bool) -> None:
+    """Positions, newest tokens, settings and histories of these replies into the lanes, one each. Lanes that are left get no
+    token, so that they stand still, and slots that none of the replies uses: what a step writes there lies beyond what
+    the slot holds."""
+    used = {r.slot for r in runs}
+    spare = [i for i in range(self.slots) if i not in used][:lanes.size - len(runs)]
+    ends = [self.end(i) for i in spare]
+    seeds = [(r.seed & 0xffffffff, r.seed >> 32) for r in runs] + [(0, 0)] * len(spare)
+    law = [(r.sampling.temperature, r.sampling.top_p, r.sampling.top_k, r.sampling.min_p) for r in runs] + [(0., 1., 0., 0.)] * len(spare)
+    put(lanes.state.at, np.array([[r.pos for r in runs] + ends, [r.slot for r in runs] + spare], np.int32))
+    put(lanes.state.anchor, np.array([r.anchor for r in runs] + [-1] * len(spare), np.int32))
+    put(lanes.state.seed, np.array(seeds, np.uint32).view(np.int32))
+    put(lanes.state.settings, np.array(law, np.float32))
+    if penalised:
+      V = self.config.vocab_size
+      bias, counts = np.zeros((lanes.size, V), np.float32), np.zeros((lanes.size, 2, V), np.int32)
+      for i, r in enumerate(runs):
+        for token, value in r.sampling.logit_bias: bias[i, token] = value
+        for j, ids in enumerate((r.ids, r.out)): counts[i, j] = np.bincount(np.asarray(ids, np.int64), minlength=V)
+      rates = [(r.sampling.repetition_penalty, r.sampling.presence_penalty, r.sampling.frequency_penalty) for r in runs]
+      put(lanes.state.penalties, np.array(rates + [(1., 0., 0.)] * len(spare), np.float32))
+      put(lanes.state.bias, bias)
+      put(lanes.state.counts, counts)
+    lanes.spare = list(zip(spare, ends))
+
+  def end(self, slot: int) -> int:
+    """The position from which a lane that is not in use may write."""
+    return min(len(self.slot[slot].held), (self.max_context or 0) - 1)
+
+  def lanes_for(self, runs: Sequence[Run], plan: Plan) -> Lanes:
+    """The lanes of the smallest captured step that holds these replies, as their last step left them or armed anew."""
+    size = next(n for n in LANES if n >= len(runs))
+    size = min(size, self.slots)
+    if (lanes := self.lanes.get(size)) is None:
+      V = self.config.vocab_size
+      state = State(self.make(np.int32, 2, size), self.make(np.int32, size), self.make(np.int32, size, 2), self.make(np.float32, size, 4),
+                    self.make(np.float32, size, 3), self.make(np.float32, size, V), self.make(np.int32, size, 2, V))
+      lanes = self.lanes[size] = Lanes(size, state)
+    if not lanes.hold(runs, plan.penalised) or any(self.end(slot) != end for slot, end in lanes.spare):
+      self.arm(runs, lanes, plan.penalised)
+    lanes.held = None                                      # until the step has been read
+    for slot, start in [(r.slot, r.pos) for r in runs] + lanes.spare: self.slot[slot].touch(start, plan.width)
+    return lanes
+
+  def advance(self, runs: Sequence[Run]) -> list[Block]:
+    """One step of replies whose rows are in their slots -> what each goes on with; no ids for one whose step must be
+    repeated without a draft. run.stats.finish_reason says which have ended, "error" one whose logits are not finite.
+
+    Their plans may differ in the rule (but not in coupled) and in what is in use of masks, penalties and logprobs: a step
+    does all that any of them needs."""
+    plan = joined([r.plan for r in runs])
+    plan = replace(plan, context=self.bucket(max(r.pos for r in runs) + plan.width))
+    lanes = self.lanes_for(runs, plan)
+    packed, logits = self.masked_step(plan, lanes, runs) if plan.masked else self.step(plan, lanes.state)
+    blocks, limit = [], self.max_context or 0
+    for i, r in enumerate(runs):
+      n, *block = packed[i].tolist()
+      block = block[:n + 1]
+      if not 0 <= n <= plan.depth or not all(0 <= t < self.config.vocab_size for t in block):
+        if plan.depth: r.undraft(f"step {r.stats.steps} at position {r.pos} gave no usable token")
+        else: r.error, r.stats.finish_reason = f"engine: the logits at position {r.pos} are not finite", "error"
+        blocks.append(Block([], None))
+        continue
+      self.slot[r.slot].held += [r.anchor, *block[:-1]]
+      ids = r.take(n, block, self.config.eos_token_id, limit)
+      rows = None if r.logprobs is None or logits is None else [ranked(logits[i, j], t, r.logprobs) for j, t in enumerate(ids)]
+      blocks.append(Block(ids, rows))
+    lanes.held = [(r, r.pos) for r in runs] if all(b.ids for b in blocks) else None
+    lanes.penalised = plan.penalised
+    return blocks
 
   def generate(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, stats: Stats, depth: int | None = None,
                coupled: bool = False, fixed_width: int | None = None, ignore_eos: bool = False) -> Iterator[list[int]]:
@@ -300,67 +500,28 @@ class Engine:
 
     Closing the iterator early is fine: the next call finds out by itself which rows it can reuse.
     Raises ValueError for a prompt that does not fit, ArithmeticError where the logits are not finite."""
-    began = time.perf_counter()
-    ids = self.check(ids, 1)
-    if max_tokens < 1: raise ValueError(f"engine: max_tokens={max_tokens}, want at least 1")
-    plan, label = self.plan(sampling, depth, coupled, fixed_width)
-    self.arm(ids, sampling)
-    start = self.reusable(ids)
-    stats.verifier, stats.prompt_tokens, stats.reused_tokens = str(label), len(ids), start
-    stats.drafted, stats.accepted = [0] * plan.depth, [0] * plan.depth
-    for _ in self.feed(ids[:-1], start): pass
-    pos, anchor, idle, limit = len(ids) - 1, ids[-1], 0, self.max_context or 0
-    self.place(pos, anchor)
-    self.held = self.held[:pos]
+    run = self.begin(ids, max_tokens, sampling, stats, depth, coupled, fixed_width, ignore_eos)
+    for _ in self.prefill(run): pass
     while not stats.finish_reason:
-      self.written = max(self.written, pos + plan.width) if pos else plan.width
-      n, *block = self.step(replace(plan, context=self.bucket(pos + plan.width))).tolist()
-      block = block[:n + 1]
-      if not 0 <= n <= plan.depth or not all(0 <= t < self.config.vocab_size for t in block):
-        if not plan.depth: raise ArithmeticError(f"engine: the logits at position {pos} are not finite")
-        plan, idle = replace(plan, depth=0), 0             # the same step again, without a draft
-        stats.warnings.append(f"drafting stopped: step {stats.steps} at position {pos} gave no usable token")
-        self.place(pos, anchor)
-        if plan.penalised: self.count(ids, [*self.held, anchor][len(ids):])
-        continue
-      self.held += [anchor, *block[:-1]]
-      pos, anchor = pos + len(block), block[-1]
-      stats.steps += 1
-      for i in range(plan.depth): stats.drafted[i], stats.accepted[i] = stats.drafted[i] + 1, stats.accepted[i] + (i < n)
-      idle = idle + 1 if plan.depth and not n else 0
-      if idle == 64:
-        plan, idle = replace(plan, depth=0), 0
-        stats.warnings.append("drafting stopped: no drafted token was accepted in 64 steps")
-      room = max_tokens - stats.tokens
-      ends = self.config.eos_token_id in block and not ignore_eos
-      eos = block.index(self.config.eos_token_id) + 1 if ends else len(block) + 1
-      left = limit - (pos - len(block)) if limit else room # tokens until the last slot is used
-      end = min(eos, room, left)
-      if end <= len(block): stats.finish_reason = "stop" if end == eos else "length" if end == room else "context"
-      block = block[:end]
-      stats.tokens += len(block)
-      now = time.perf_counter()
-      if stats.steps == 1: stats.ttft, first, stats.first_step = now - began, now, len(block)
-      stats.seconds = now - first
-      yield block
+      if block := self.advance([run])[0].ids: yield block
+    if run.error: raise ArithmeticError(run.error)
 
   def draft_block(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """The greedy block with anchor ids[-1] after ids[:-1] -> tokens int32 (K,), logits (K, V), confidence (K,), or none
     for what this draft does not have. Raises ValueError without a draft."""
     if (draft := self.draft) is None: raise ValueError("engine: there is no draft, want a checkpoint with DSpark stages or draft=...")
-    ids = self.check(ids, 1)
-    for _ in self.feed(ids[:-1], self.reusable(ids)): pass
-    self.place(len(ids) - 1, ids[-1])
-    self.held, self.written = self.held[:len(ids) - 1], max(self.written, len(ids) + self.block)
-    context = self.bucket(len(ids) + self.block)
+    run = self.begin(self.check(ids, 1), 1, Sampling(), Stats())
+    for _ in self.prefill(run): pass
+    context = self.bucket(len(run.ids) + self.block)
+    state = self.lanes_for([run], replace(run.plan, width=self.block + 1)).state
 
-    def build() -> tuple[Tensor, ...]:
+    def build() -> tuple[Any, ...]:
       greedy = lambda logits, row: (self.target.ops.argmax(logits), None)
-      block = draft.propose(self.state.anchor, self.state.pos, self.block, greedy, context)
-      out = tuple(t.contiguous() for t in (block.tokens, block.logits, block.confidence) if t is not None)
-      Tensor.realize(*out)
+      block = draft.propose(state.anchor, state.at, self.block, greedy, context)
+      out = tuple(lift(Tensor.contiguous)(t) for t in (block.tokens, block.logits, block.confidence) if t is not None)
+      realize(*out)
       return out
-    out = [t.numpy() for t in self.graph("draft", build, context)]
+    out = [on(0, t).numpy() for t in self.graph("draft", build, context)]
     return out[0], out[1] if len(out) > 1 else None, out[2] if len(out) > 2 else None
 
   def self_test(self, tokens: int = 32) -> int:
@@ -377,6 +538,18 @@ class Engine:
       raise ArithmeticError(f"self-test: token {at} is {runs[0][at]} with the draft, {runs[1][at]} without. Run with --draft none")
     return len(runs[0])
 
+def joined(plans: Sequence[Plan]) -> Plan:
+  """One step for all of them: where rules differ, sampling's, which at temperature 0 takes the same ids as greedy."""
+  rule = next((p.rule for p in plans if p.rule != "greedy"), "greedy")
+  flags = {name: any(getattr(p, name) for p in plans) for name in ("penalised", "masked", "logprobs")}
+  return replace(plans[0], rule=rule, **flags)
+
+def ranked(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
+  """float32 (V,) -> the token's log probability, and the `top` most probable ones, best first."""
+  best = float(logits.max())
+  total = best + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
+  most = sorted(np.argpartition(-logits, top)[:top].tolist(), key=lambda t: (-logits[t], t)) if top else []
+  return TokenLogprobs(float(logits[token]) - total, [(t, float(logits[t]) - total) for t in most])
 def paired(checkpoint: Checkpoint, path: str) -> Checkpoint:
   """The checkpoint in folder `path`, if it can draft for the first one. Raises ValueError that names what differs."""
   small = Checkpoint.open(path)

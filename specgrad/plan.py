@@ -31,7 +31,7 @@ class Split:
 EXPERT = -1
 WHOLE = Split(None)
 VOCABULARY, EXPERTS = Split(0, "vocab_size"), Split(EXPERT, "n_routed_experts")
-HEADS, INDEX_HEADS = Split(0, "num_attention_heads"), Split(0, "index_n_heads")
+HEADS = Split(0, "num_attention_heads")
 GROUPS, GROUPS_IN = Split(0, "o_groups"), Split(1, "o_groups")
 INNER, INNER_IN = Split(0, "moe_intermediate_size"), Split(1, "moe_intermediate_size")
 
@@ -53,8 +53,8 @@ PLACEMENT: dict[str, Place] = {
   **_places("attention", GROUPS_IN, "attn.wo_b"),
   **_places("attention", WHOLE, "attn.wq_a", "attn.wkv", "attn.q_norm", "attn.kv_norm"),
   **_places("compressors", WHOLE, *(f"attn.compressor.{x}" for x in ("wkv", "wgate", "ape", "norm"))),
-  # WHOLE here would cost 0.09 GB a device and save an exchange in every layer of ratio 4: the step's card shows both
-  **_places("indexers", INDEX_HEADS, "attn.indexer.wq_b", "attn.indexer.weights_proj"),
+  # split by heads, the indexer would save 0.09 GiB a device and cost an exchange in every layer of ratio 4
+  **_places("indexers", WHOLE, "attn.indexer.wq_b", "attn.indexer.weights_proj"),
   **_places("indexers", WHOLE, *(f"attn.indexer.compressor.{x}" for x in ("wkv", "wgate", "ape", "norm"))),
   **_places("embedding", VOCABULARY, "embed"),
   **_places("head", VOCABULARY, "head"),
@@ -68,7 +68,15 @@ PLACEMENT: dict[str, Place] = {
   **_places("draft bias table", WHOLE, "markov_head.markov_w1", "markov_head.markov_w2"),
   **_places("draft confidence", WHOLE, "confidence_head.proj")}
 
+# Only in the draft's stages: three layers of it on every device cost 0.14 GiB and save three exchanges a step.
+DRAFT_PLACEMENT = _places("attention", WHOLE, "attn.wq_b", "attn.attn_sink", "attn.wo_a", "attn.wo_b")
+
 def role_of(role: str) -> str: return role.removesuffix(".weight").removesuffix(".scale")
+
+def place_of(name: str, role: str, placement: Mapping[str, Place] = PLACEMENT) -> Place:
+  """Where a tensor goes, by its official name and its role."""
+  role = role_of(role)
+  return DRAFT_PLACEMENT[role] if name.startswith("mtp.") and role in DRAFT_PLACEMENT else placement[role]
 
 def held_bytes(info: TensorInfo, want: Expect, split: Split, devices: int) -> int:
   """Bytes on each device of one weight with its scales, as weights.stream holds it for w4a8: e4m3 with a scale for each
@@ -218,11 +226,11 @@ def plan(checkpoint: Checkpoint, devices: int, users: int = 1, context: int | No
   unloaded, sizes = Part(), {}
   for name, want in expected_tensors(config).items():
     if (info := checkpoint.tensors.get(name)) is None: continue      # the scale of a weight that needs none
-    place, mine = placement[role_of(want.role)], draft if name.startswith("mtp.") else target
+    place, mine = place_of(name, want.role, placement), draft if name.startswith("mtp.") else target
     part = unloaded if mine is draft and not depth else mine.setdefault(place.part, Part())
     part.tensors, part.stored = part.tensors + 1, part.stored + info.nbytes
     if want.kind == "scale" or part is unloaded: continue
-    key = want.role, info.dtype, info.shape
+    key = want.role, info.dtype, info.shape, mine is draft
     if key not in sizes: sizes[key] = held_bytes(info, want, place.split, devices)  # the same for thousands of experts
     part.device += sizes[key]
   for part in (parts["routed experts"] for parts in (target, draft) if parts):
@@ -363,7 +371,7 @@ class Card:
 TOKENS_PER_STEP = (1, 2, 3, 4, 6)
 EFFICIENCY = 0.8                   # of the data sheet's bandwidth: what copies and good kernels reach on such cards
 WAIT, LINK = 8e-6, 50e9            # seconds and bytes a second of an exchange between cards on PCIe 5 x16
-VALUE = 2                          # bytes of an exchanged activation (bfloat16); float32 sums send twice as much
+VALUE = 4                          # bytes of an exchanged value: float32
 
 def card(plan: Plan, gpu: GPU, users: int = 1, context: int | None = None) -> Card:
   """The roofline of a step on `plan.devices` of this kind. Compute is left out: for few rows it is never the limit."""
@@ -411,33 +419,28 @@ def _kv_read(plan: Plan, context: int) -> int:
   return size // plan.kv_split + rings * min(context, c.sliding_window) * row
 
 def exchanges(plan: Plan, users: int, context: int) -> list[Exchange]:
-  """Per step. An exchange that can travel with another one is not counted twice: with the KV sharded and the indexer
-  whole on each device, a layer's queries and its candidates for the top-k go together."""
+  """Per step: places where all devices wait for each other. A layer's queries and its candidates for the top-k wait for the
+  same products and travel together."""
   c, n, depth = plan.config, plan.devices, plan.depth
   if n == 1: return []
   rows, drafted = users * (depth + 1), users * depth
   compressed = sum(1 for r in c.compress_ratios if r)
   indexed = c.compress_ratios.count(4) if context // 4 > c.index_topk else 0
-  split_index = plan.axis("attn.indexer.wq_b") is not None
   queries = rows * c.num_attention_heads // n * c.head_dim * VALUE
   found = [Exchange("embedding", 1, rows * c.hidden_size * VALUE),
            Exchange("attention output", c.num_hidden_layers, rows * c.hidden_size * VALUE),
            Exchange("experts", c.num_hidden_layers, rows * c.hidden_size * VALUE),
-           Exchange("logits", 1, rows * c.vocab_size // n * 4)]
-  candidates = rows * c.index_topk * 8                               # a float32 score and an int32 slot of each
+           Exchange("logits", 1, rows * c.vocab_size // n * VALUE)]
   if plan.kv == "sharded":
-    found += [Exchange("queries", compressed if split_index else compressed - indexed, queries)]
-    if split_index: found += [Exchange("index candidates", indexed, candidates)]
-    else: found += [Exchange("queries and index candidates", indexed, queries + candidates)]
-    found += [Exchange("partial attention", compressed, queries)]
-  elif split_index: found += [Exchange("index scores", indexed, rows * (context // 4) * VALUE)]
+    candidates = rows * c.index_topk * 2 * VALUE                     # a score and a number of each
+    found += [Exchange("queries", compressed - indexed, queries),
+              Exchange("queries and index candidates", indexed, queries + candidates),
+              Exchange("partial attention", compressed, queries + rows * c.num_attention_heads // n * 2 * VALUE)]
   if depth:
     assert c.dspark is not None
     found += [Exchange("draft embedding", 1, drafted * c.hidden_size * VALUE),
-              Exchange("draft blocks", 2 * c.dspark.stages, drafted * c.hidden_size * VALUE),
-              Exchange("draft logits", 1, drafted * c.vocab_size // n * 4)]
-    if plan.axis("markov_head.markov_w1") is not None:
-      found += [Exchange("draft bias", 2 * depth, users * c.dspark.dspark_markov_rank * VALUE)]
+              Exchange("draft experts", c.dspark.stages, drafted * c.hidden_size * VALUE),
+              Exchange("draft logits", 1, drafted * c.vocab_size // n * VALUE)]
   return [e for e in found if e.count]
 
 # -- for people ----------------------------------------------------------------------------------------------------

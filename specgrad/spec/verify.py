@@ -7,38 +7,38 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 
 def accepted(ok: Tensor) -> Tensor:
-  """bool (K,) -> int32 (1,): how many stand before the first that does not."""
+  """bool (B, K) -> int32 (B,): how many stand before the first that does not."""
   stands = ok.cast(dtypes.int32)
-  n = stands.shape[0]
-  alive = Tensor.stack(*[stands[:i + 1].min() for i in range(n)])
-  return alive.sum(keepdim=True).cast(dtypes.int32)
+  alive = Tensor.stack(*[stands[:, :i + 1].min(1) for i in range(stands.shape[1])])
+  return alive.sum(0).cast(dtypes.int32)
 
 def equal(target: Tensor, drafted: Tensor | None) -> tuple[Tensor, Tensor]:
-  """int32 (K+1,) the target's token after each row, int32 (K,) -> n_accepted int32 (1,), tokens int32 (K+1,).
+  """int32 (B, K+1) the target's token after each row, int32 (B, K) -> n_accepted int32 (B,), tokens int32 (B, K+1).
 
-  A drafted token stands if it is the target's own. tokens[:n+1] are to be emitted, the last of them is the bonus."""
-  if drafted is None: return Tensor.zeros(1, dtype=dtypes.int32, device=target.device), target[:1]
-  return accepted(target[:-1] == drafted), target
+  A drafted token stands if it is the target's own. tokens[b, :n+1] are to be emitted, the last of them is the bonus."""
+  if drafted is None: return target[:, 0] * 0, target[:, :1]
+  return accepted(target[:, :-1] == drafted), target
 
 def rejection(target_probs: Tensor, drafted: Tensor, draft_probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-  """(K+1, V), int32 (K,), (K, V), (K,) in [0, 1) -> n_accepted int32 (1,), weights (1, V) of the token after them.
+  """(B, K+1, V), int32 (B, K), (B, K, V), (B, K) in [0, 1) -> n_accepted int32 (B,), weights (B, V) of the token after them.
 
   Token k stands if u_k * q_k < p_k, strictly and without a division (arXiv 2211.17192, 2302.01318). After the first that
   does not, the next one is drawn from max(p - q, 0), after none from the last row of p. draft_probs must be what the
   tokens were drawn from. Where rounding leaves nothing of the difference, p itself: that branch has no probability.
   A row of draft_probs that is NaN counts as zero with its token refused."""
-  at = drafted.maximum(0).reshape(-1, 1)
-  p, q = target_probs[:-1].gather(1, at).reshape(-1), draft_probs.gather(1, at).reshape(-1)
+  at = drafted.maximum(0).unsqueeze(-1)
+  p, q = target_probs[:, :-1].gather(2, at).squeeze(-1), draft_probs.gather(2, at).squeeze(-1)
   n = accepted((uniform * q < p) & (drafted >= 0))
-  row_p = target_probs[n]                                                                    # (1, V)
-  clean = draft_probs.isnan().where(0, draft_probs).pad(((0, 1), (0, 0)))                     # after the last row: zeros
-  left = (row_p - clean[n]).maximum(0)
+  sequence = Tensor.arange(n.shape[0], dtype=dtypes.int32)
+  row_p = target_probs[sequence, n]                                                          # (B, V)
+  clean = draft_probs.isnan().where(0, draft_probs).pad(((0, 0), (0, 1), (0, 0)))            # after the last row: zeros
+  left = (row_p - clean[sequence, n]).maximum(0)
   return n, (left.sum(1, keepdim=True) > 0).where(left, row_p)
 
 def emitted(n: Tensor, drafted: Tensor, bonus: Tensor) -> Tensor:
-  """int32 (1,), (K,), (1,) -> int32 (K+1,): the drafted tokens with the bonus in place n."""
-  at = Tensor.arange(drafted.shape[0] + 1, dtype=dtypes.int32)
-  return (at == n).where(bonus, drafted.pad((0, 1)))
+  """int32 (B,), (B, K), (B,) -> int32 (B, K+1): the drafted tokens with the bonus in place n."""
+  at = Tensor.arange(drafted.shape[1] + 1, dtype=dtypes.int32).reshape(1, -1)
+  return (at == n.reshape(-1, 1)).where(bonus.reshape(-1, 1), drafted.pad(((0, 0), (0, 1))))
 
 @dataclass(frozen=True)
 class Label:

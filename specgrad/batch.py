@@ -1,0 +1,127 @@
+"""Continuous batching: replies that come and go share the steps of one engine.
+
+One thread runs the engine, any other may submit. Between two steps at most one chunk of one prompt is processed, so that a
+long prompt delays the others by no more than a chunk a step. What a reply says does not depend on what else runs: rows of
+a step do not influence each other, and noise hangs on a reply's own seed and position."""
+import collections
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from specgrad.engine import Block, Engine, Mask, Run, Sampling, Stats
+
+class Full(Exception):
+  """As many requests wait as may."""
+
+class Closed(Exception):
+  """No new requests are taken."""
+
+@dataclass(eq=False)
+class Job:
+  """A request. Iterating yields its blocks as steps end and ends with it; stats.finish_reason then says why, "interrupted" after
+  cancel()."""
+  run: Run
+  blocks: queue.SimpleQueue[Block | None] = field(default_factory=queue.SimpleQueue)
+  filling: Iterator[None] | None = None                    # the rest of its prompt
+  cancelled: bool = False
+
+  @property
+  def stats(self) -> Stats: return self.run.stats
+
+  def cancel(self) -> None:
+    """Ends it before the next step. Can be called from any thread, and after it has ended."""
+    self.cancelled = True
+
+  def __iter__(self) -> Iterator[Block]:
+    """Raises ArithmeticError where the logits are not finite."""
+    while (block := self.blocks.get()) is not None: yield block
+    if self.run.error: raise ArithmeticError(self.run.error)
+
+class Batch:
+  """Requests and the slots of an engine. `waiting` are in order of arrival; a job in a slot is being prefilled or stepped."""
+  def __init__(self, engine: Engine, queue: int = 64, depth: int | None = None, coupled: bool = False):
+    """queue: requests that may wait for a slot. depth, coupled: as in Engine.begin, for every reply."""
+    self.engine, self.bound, self.depth, self.coupled = engine, queue, depth, coupled
+    self.waiting: collections.deque[Job] = collections.deque()
+    self.slots: dict[int, Job] = {}
+    self.idle: list[int] = list(range(engine.slots))       # slots that are free, the longest idle first
+    self.changed, self.closing = threading.Condition(), False
+
+  @property
+  def active(self) -> int: return len(self.slots)
+
+  def submit(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, *, ignore_eos: bool = False, logprobs: int | None = None,
+             mask: Mask | None = None) -> Job:
+    """Raises ValueError as Engine.begin, Full, Closed."""
+    job = Job(self.engine.begin(ids, max_tokens, sampling, Stats(), self.depth, self.coupled, None, ignore_eos, mask, logprobs))
+    with self.changed:
+      if self.closing: raise Closed("batch: it is closing and takes no requests")
+      n = len(self.waiting)
+      if n >= self.bound + len(self.idle): raise Full(f"batch: {n} requests wait, want at most {self.bound}")
+      self.waiting.append(job)
+      self.changed.notify()
+    return job
+
+  def close(self, cancel: bool = False) -> None:
+    """Takes nothing new; what is there is finished, or cancelled. `run` returns after it. Can be called from any thread."""
+    with self.changed:
+      self.closing = True
+      if cancel:
+        for job in (*self.waiting, *self.slots.values()): job.cancel()
+      self.changed.notify()
+
+  def run(self) -> None:
+    """The engine thread: works until close() and all is done. If the engine fails, every request ends with its error."""
+    try:
+      while True:
+        with self.changed:
+          while not (self.waiting or self.slots or self.closing): self.changed.wait()
+          if self.closing and not (self.waiting or self.slots): return
+        self.work()
+    except BaseException as e:
+      with self.changed:
+        self.closing = True
+        left = [*self.waiting, *self.slots.values()]
+        self.waiting.clear()
+        self.slots.clear()
+      for job in left:
+        job.run.error = job.run.error or f"engine: {type(e).__name__}: {e}"
+        job.stats.finish_reason = "error"
+        job.blocks.put(None)
+      raise
+
+  def work(self) -> None:
+    """Ends what was cancelled, gives free slots away, then a chunk of one prompt, then a step of everything that has one."""
+    with self.changed:
+      for job in [j for j in self.waiting if j.cancelled]:
+        self.waiting.remove(job)
+        self.end(job, "interrupted")
+      for slot in [s for s, j in self.slots.items() if j.cancelled]: self.release(slot, "interrupted")
+      while self.waiting and self.idle: self.admit(self.waiting.popleft())
+    filling = next((j for j in self.slots.values() if j.filling), None)
+    if filling and filling.filling and next(filling.filling, self) is self: filling.filling = None
+    groups: dict[tuple[int, int, bool], list[Job]] = {}    # steps of different size, or whose noise has another use, are apart
+    for job in self.slots.values():
+      plan = job.run.plan
+      if not job.filling: groups.setdefault((plan.depth, plan.width, plan.rule == "coupled"), []).append(job)
+    for jobs in groups.values():
+      for job, block in zip(jobs, self.engine.advance([j.run for j in jobs])):
+        if block.ids: job.blocks.put(block)
+        if job.stats.finish_reason:
+          with self.changed: self.release(job.run.slot, job.stats.finish_reason)
+
+  def admit(self, job: Job) -> None:
+    """Into the free slot that holds most of its prompt, else the one that has been idle longest."""
+    slot = max(self.idle, key=lambda s: self.engine.slot[s].reusable(job.run.ids))
+    self.idle.remove(slot)
+    self.slots[slot], job.filling = job, self.engine.prefill(job.run, slot)
+
+  def release(self, slot: int, reason: str) -> None:
+    job = self.slots.pop(slot)
+    self.idle.append(slot)
+    self.end(job, reason)
+
+  def end(self, job: Job, reason: str) -> None:
+    job.stats.finish_reason, job.filling = reason, None
+    job.blocks.put(None)
