@@ -24,7 +24,8 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 33)                    # the fast kernels ti
 SOME = (1, 33)                                             # where another shape of the same operation has seen all of ROWS
 PLAIN = (1, 2, 7, 33)                                      # of operations that go row by row
 OPS = ("embed", "rope_table", "rms_norm", "hc_pre", "hc_post", "hc_head", "linear", "experts", "head_rope", "kv_write",
-       "compress", "index_topk", "attend", "route", "argmax", "probs", "uniforms", "pick", "markov", "kv_rows", "attend_block")
+       "compress", "index_topk", "index_best", "index_choose", "attend", "attend_part", "attend_merge", "route", "argmax", "probs",
+       "uniforms", "pick", "markov", "kv_rows", "attend_block")
 BOTH = pytest.mark.parametrize("ops", [cpu, twin], ids=["cpu", "twin"])
 
 class Captured:
@@ -50,16 +51,26 @@ CAPTURED = Captured()
 
 def tensor(a: Any) -> Any: return Tensor(a).clone().realize() if isinstance(a, np.ndarray) else a
 
-def run(ops: Any, name: str, *args: Any) -> tuple[Array, ...]:
-  """Arrays become device buffers; what an operation writes in place is among its results."""
-  assert not any(isinstance(a, np.ndarray) and a.dtype.itemsize == 8 for a in args)
-  key = (ops.__name__, name, *((a.shape, a.dtype.str) if isinstance(a, np.ndarray) else a for a in args))
-  return tuple(t.numpy().copy() for t in CAPTURED(key, lambda: list(map(tensor, args)), getattr(ops, name), args))
+def flat(args: Sequence[Any]) -> list[Any]: return [x for a in args for x in (a if isinstance(a, tuple) else (a,))]
+
+def run(ops: Any, name: str, *args: Any, **named: Any) -> tuple[Array, ...]:
+  """Arrays, and those in tuples, become device buffers; what an operation writes in place is among its results."""
+  values, sizes = flat(args), [len(a) if isinstance(a, tuple) else 0 for a in args]
+  assert not any(isinstance(a, np.ndarray) and a.dtype.itemsize == 8 for a in values)
+  def build(*held: Any) -> Any:
+    left = iter(held)
+    return getattr(ops, name)(*[tuple(next(left) for _ in range(n)) if n else next(left) for n in sizes], **named)
+  key = (ops.__name__, name, *sizes, *named.items(), *((a.shape, a.dtype.str) if isinstance(a, np.ndarray) else a for a in values))
+  return tuple(t.numpy().copy() for t in CAPTURED(key, lambda: list(map(tensor, values)), build, values))
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> Array:
   return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
 
 def ints(*values: int) -> Array: return np.array(values, np.int32)
+
+def start(pos: int, slot: int = 0) -> Array:
+  """`at` of one sequence."""
+  return np.array([[pos], [slot]], np.int32)
 
 def close(got: Array, want: Array, bound: float) -> None:
   """Within `bound` of the largest wanted value of the row; equal where `want` holds ids or flags."""
@@ -152,7 +163,7 @@ def test_rope_table(stride: int) -> None:
     for n in (1, 33):
       want = oracle.rope_table((pos // stride + np.arange(n)) * stride, freqs)
       for ops, bound in ((cpu, 1e-7), (twin, 2e-6)):
-        got = run(ops, "rope_table", freqs, ints(pos), n, stride)[0]
+        got = run(ops, "rope_table", freqs, start(pos), n, stride)[0]
         assert got.shape == want.shape and np.abs(got - want).max() <= bound, (pos, ops)
 
 @pytest.mark.parametrize("kind, theta, yarn", [("sliding", 10000, None), ("compress", 160000, (16, 65536, 32, 1))])
@@ -161,7 +172,7 @@ def test_rope_angles_of_the_real_model(shared: Path, kind: str, theta: float, ya
   freqs = np.array(frequencies(64, theta, yarn), np.float32)
   for i, pos in enumerate(units["rope.positions"].tolist()):
     for ops, bound in ((cpu, 1e-6), (twin, 3e-6)):
-      got = run(ops, "rope_table", freqs, ints(pos), 1)[0][0]
+      got = run(ops, "rope_table", freqs, start(pos), 1)[0][0]
       assert np.abs(got[:, 0] - units[f"rope.{kind}.cos"][i]).max() <= bound, pos
       assert np.abs(got[:, 1] - units[f"rope.{kind}.sin"][i]).max() <= bound, pos
 
@@ -269,7 +280,7 @@ def test_kv_write(ops: Any) -> None:
     p = pos + np.arange(T)
     want = ring.copy()
     want[p % n] = oracle.rotate(oracle.rms(kv.astype(float), 1e-6) * norm, oracle.turns(p, freqs))
-    got = run(ops, "kv_write", ring, kv, norm, oracle.rope_table(p, freqs), ints(pos), 1e-6)[0]
+    got = run(ops, "kv_write", ring[None], kv, norm, oracle.rope_table(p, freqs), start(pos), 1e-6)[0][0]
     kept = np.setdiff1d(np.arange(n), p % n)
     assert got[kept].tobytes() == ring[kept].tobytes()
     close(got[p % n], want[p % n], 2e-6)
@@ -282,7 +293,7 @@ class Stream:
     w = d * (1 + overlap)
     self.proj, self.ape, self.norm, self.freqs = normal(1, n, 2 * w, scale=2), normal(2, ratio, w), normal(3, d), normal(4, 2)
     blocks = -(-((1 + overlap) * ratio + most) // ratio)
-    self.ring, self.entries = (tensor(np.zeros(s, np.float32)) for s in ((blocks * ratio, 2 * w), ((n + most) // ratio + 2, d)))
+    self.ring, self.entries = (tensor(np.zeros(s, np.float32)) for s in ((1, blocks * ratio, 2 * w), (1, (n + most) // ratio + 2, d)))
     self.weights = [tensor(a) for a in (self.ape, self.norm)]
     self.graphs = Captured()
     self.reset()
@@ -294,7 +305,7 @@ class Stream:
 
   def feed(self, rows: Array, pos: int) -> None:
     at = (pos // self.ratio + np.arange(-(-len(rows) // self.ratio))) * self.ratio
-    values = rows, oracle.rope_table(at, self.freqs), ints(pos)
+    values = rows, oracle.rope_table(at, self.freqs), start(pos)
     build = lambda rows, rope, pos: self.ops.compress(self.ring, self.entries, rows, *self.weights, rope, pos, 1e-6)
     self.graphs(len(rows), lambda: list(map(tensor, values)), build, values)
 
@@ -310,7 +321,7 @@ class Stream:
       self.check(p)
 
   def check(self, n: int) -> None:
-    if done := n // self.ratio: close(self.entries.numpy()[:done], self.want[:done], 3e-6)
+    if done := n // self.ratio: close(self.entries.numpy()[0, :done], self.want[:done], 3e-6)
 
 @BOTH
 @pytest.mark.parametrize("ratio, overlap, d, n", [(4, True, 6, 70), (2, False, 33, 40), (16, False, 8, 100), (128, False, 5, 300)])
@@ -331,7 +342,7 @@ def test_compress_gives_the_same_bits_in_any_chunks(ratio: int, overlap: bool) -
   s, made = Stream(cpu, ratio, overlap, 8, 66, 33), []
   for size in (1, 5, 33):
     s.all([size])
-    made.append(s.entries.numpy()[:66 // ratio].tobytes())
+    made.append(s.entries.numpy()[0, :66 // ratio].tobytes())
   assert made[0] == made[1] == made[2]
 
 @BOTH
@@ -360,7 +371,7 @@ def test_index_topk(H: int, D: int, ratio: int, k: int, n: int) -> None:
     want = np.zeros((33, n), bool)
     want[:, :known] = oracle.index_topk(q.astype(float), keys[:known].astype(float), weight, p, k, ratio)[:, :n]
     assert (want.sum(1) == np.minimum(k, (p + 1) // ratio)).all()
-    args = lambda T, pos=pos, keys=keys: (q[:T], keys, weight[:T], ints(pos), n, k, ratio)
+    args = lambda T, pos=pos, keys=keys: (q[:T], keys[None], weight[:T], start(pos), n, k, ratio)
     check("index_topk", args, [want], rows=ROWS if H == 8 and k == 4 else SOME)
 
 def test_index_topk_takes_the_lower_index_of_equals() -> None:
@@ -374,14 +385,14 @@ def test_index_topk_takes_the_lower_index_of_equals() -> None:
   for k in (1, 4, 16, 37):
     want = oracle.index_topk(q, keys, weight, p, k, ratio)
     assert (np.flatnonzero(want[5]) == np.arange(min(k, (p[5] + 1) // ratio))).all()
-    check("index_topk", lambda T, k=k: (q[:T], keys, weight[:T], ints(pos), n, k, ratio), [want], rows=(5, 33))
+    check("index_topk", lambda T, k=k: (q[:T], keys[None], weight[:T], start(pos), n, k, ratio), [want], rows=(5, 33))
 
 @BOTH
 def test_index_topk_with_huge_scores(ops: Any) -> None:
   q, keys, weight = normal(1, 5, 2, 8, scale=1e9), normal(2, 30, 8, scale=1e9), normal(3, 5, 2, scale=1e9)
   p = 100 + np.arange(5)
   want = oracle.index_topk(q.astype(float), keys.astype(float), weight.astype(float), p, 6, 4)
-  close(run(ops, "index_topk", q, keys, weight, ints(100), 30, 6, 4)[0], want, 0)
+  close(run(ops, "index_topk", q, keys[None], weight, start(100), 30, 6, 4)[0], want, 0)
 
 # ------------------------------------------------------------------------------------------------ attention
 def attention(pos: int, T: int, H: int, d: int, ring: int, window: int, ratio: int, n: int, choose: bool, scale: float = 1.0
@@ -399,7 +410,8 @@ def attention(pos: int, T: int, H: int, d: int, ring: int, window: int, ratio: i
   held[np.arange(first, pos + T) % ring] = kv[first:]
   q64, kv64, entries64, sink64 = (a.astype(float) for a in (q, kv, np.nan_to_num(entries[:n]), sink))
   want = oracle.attend(q64, kv64, entries64, seen, sink64, freqs, p, window)
-  args = (q, held, entries if n else None, seen if choose else None, sink, oracle.rope_table(p, freqs), ints(pos), window, n, ratio)
+  args = (q, held[None], entries[None] if n else None, seen if choose else None, sink, oracle.rope_table(p, freqs), start(pos), window, n,
+          ratio)
   return args, want
 
 BORDERS = (0, 1, 2, 6, 7, 8, 9, 39, 40, 41, 46, 47, 48, 95, 996)
@@ -444,7 +456,7 @@ def test_attend_sink(ops: Any, sink: float) -> None:
   got = run(ops, "attend", *args)[0]
   kv = normal(2, 23, 8).astype(float)
   p = 20 + np.arange(3)
-  q64, entries64, s64 = (a.astype(float) for a in (q, entries[:5], s))
+  q64, entries64, s64 = (a.astype(float) for a in (q, entries[0, :5], s))
   want = oracle.attend(q64, kv, entries64, oracle.finished(p, 4, 5), s64, normal(4, 2), p, window)
   if sink < 1000: close(got, want, 3e-6)
   else: assert np.abs(got).max() <= 1e-30
@@ -456,8 +468,8 @@ def uniform(ops: Any, T: int, pos: int, window: int, n: int, ratio: int) -> list
   for p in range(pos + T): held[p % ring, p] = 1
   for j in range(n): entries[j, 64 + j] = 1
   rope = oracle.rope_table(np.zeros(T), np.zeros(1, np.float32))
-  out = run(ops, "attend", np.zeros((T, 1, width), np.float32), held, entries if n else None, None, np.full(1, -np.inf, np.float32),
-            rope, ints(pos), window, n, ratio)[0][:, 0]
+  out = run(ops, "attend", np.zeros((T, 1, width), np.float32), held[None], entries[None] if n else None, None,
+            np.full(1, -np.inf, np.float32), rope, start(pos), window, n, ratio)[0][:, 0]
   return [(set(np.flatnonzero(o[:64]).tolist()), set(np.flatnonzero(o[64:]).tolist())) for o in out]
 
 @BOTH
@@ -565,7 +577,7 @@ FILTERS = [(1.0, 1.0, 0, 0.0), (0.7, 1.0, 0, 0.0), (1.5, 0.9, 0, 0.0), (1.0, 0.5
 LOGITS = np.array([2.0, -1.0, 0.5, 2.0, 1.0, -np.inf, 1.0, 0.0, -30.0], np.float32) # equals at the top and at most cuts
 
 def settings(temperature: float, top_p: float, top_k: int, min_p: float) -> Array:
-  return np.array([temperature, top_p, top_k, min_p], np.float32)
+  return np.array([[temperature, top_p, top_k, min_p]], np.float32)
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_probs_is_the_filtered_softmax(filters: tuple[float, float, int, float]) -> None:
@@ -606,12 +618,12 @@ def test_sick_rows_give_no_token(ops: Any) -> None:
   x[4] = -3e38
   law = run(ops, "probs", x, settings(1, 0.9, 5, 0.01))[0]
   assert np.isnan(law[:3]).all() and np.isfinite(law[3:]).all()
-  got = run(ops, "pick", law, ints(1, 2), ints(0))[0]
+  got = run(ops, "pick", law, ints(1, 2)[None], start(0))[0]
   assert got[:4].tolist() == [-1, -1, -1, 0] and (got[4:] >= 0).all()
-  assert (run(ops, "pick", np.zeros((33, 9), np.float32), ints(1, 2), ints(0))[0] == -1).all()
+  assert (run(ops, "pick", np.zeros((33, 9), np.float32), ints(1, 2)[None], start(0))[0] == -1).all()
 
 def drawn(ops: Any, rows: Array, filters: Any, seed: Array, pos: int) -> Array:
-  return run(ops, "pick", run(ops, "probs", rows, settings(*filters))[0], seed, ints(pos))[0]
+  return run(ops, "pick", run(ops, "probs", rows, settings(*filters))[0], seed[None], start(pos))[0]
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_draws_follow_the_filtered_softmax(filters: tuple[float, float, int, float]) -> None:
@@ -630,14 +642,14 @@ def test_draws_follow_the_filtered_softmax(filters: tuple[float, float, int, flo
 def test_pick_gives_the_same_token_in_both(use: int, offset: int) -> None:
   law = run(cpu, "probs", normal(1, 64, 203, scale=2), settings(1, 0.99, 0, 0))[0]
   for seed, pos in (((0, 0), 0), ((-1, 2 ** 31 - 1), 5), ((12345, -7), 1_000_000)):
-    got = [run(ops, "pick", law, ints(*seed), ints(pos), use, offset)[0] for ops in (cpu, twin)]
+    got = [run(ops, "pick", law, ints(*seed)[None], start(pos), use, offset)[0] for ops in (cpu, twin)]
     assert (got[0] == got[1]).all() and len(set(got[0].tolist())) > 20
 
 @BOTH
 def test_pick_depends_on_seed_position_and_use_only(ops: Any) -> None:
   """Row t at position p draws what row 0 draws at p+t; another seed or use draws otherwise."""
   rows = np.repeat(np.exp(normal(1, 1, 50)), 8, 0)
-  draw = lambda x, seed, pos, *use: run(ops, "pick", x, ints(*seed), ints(pos), *use)[0].tolist()
+  draw = lambda x, seed, pos, *use: run(ops, "pick", x, ints(*seed)[None], start(pos), *use)[0].tolist()
   eight = draw(rows, (3, 4), 100)
   assert draw(rows, (3, 4), 100) == draw(rows * 7, (3, 4), 100) == eight and len(set(eight)) > 2
   assert [draw(rows, (3, 4), 100 + t)[0] for t in range(8)] == draw(rows, (3, 4), 97, 0, 3) == eight
@@ -648,13 +660,13 @@ def test_pick_depends_on_seed_position_and_use_only(ops: Any) -> None:
 
 def test_uniforms() -> None:
   """Inside (0, 1), even, uncorrelated between uses and neighbouring seeds, and a function of the absolute position."""
-  u = [run(twin, "uniforms", ints(s, 9), ints(0), 4096, use)[0].astype(float) for s, use in ((1, 0), (1, 1), (2, 0))]
+  u = [run(twin, "uniforms", ints(s, 9)[None], start(0), 4096, use)[0][0].astype(float) for s, use in ((1, 0), (1, 1), (2, 0))]
   for x in u:
     assert x.min() > 0 and x.max() < 1
     assert np.abs(np.sort(x) - (np.arange(4096) + 0.5) / 4096).max() <= 0.035  # Kolmogorov-Smirnov, once in 10^4
     assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) <= 0.07
   for a, b in ((0, 1), (0, 2), (1, 2)): assert abs(np.corrcoef(u[a], u[b])[0, 1]) <= 0.07
-  assert (run(twin, "uniforms", ints(1, 9), ints(100), 5, 0)[0] == u[0][100:105]).all()
+  assert (run(twin, "uniforms", ints(1, 9)[None], start(100), 5, 0)[0] == u[0][100:105]).all()
 
 # ------------------------------------------------------------------------------------------------ block draft
 def test_markov() -> None:
@@ -678,7 +690,7 @@ def test_attend_block(ops: Any, pos: int) -> None:
   ring[p % 21] = before[:len(p)]
   at = pos + np.arange(5)
   want = oracle.attend_block(q.astype(float), before[:len(p)].astype(float), block.astype(float), sink.astype(float), freqs, at)
-  close(run(ops, "attend_block", q, ring, block, sink, oracle.rope_table(at, freqs), ints(pos), 8)[0], want, 3e-6)
+  close(run(ops, "attend_block", q, ring[None], block, sink, oracle.rope_table(at, freqs), start(pos), 8)[0], want, 3e-6)
 
 @BOTH
 def test_attend_block_sees_what_the_official_draft_sees(shared: Path, ops: Any) -> None:
@@ -688,8 +700,8 @@ def test_attend_block_sees_what_the_official_draft_sees(shared: Path, ops: Any) 
   for p in (2, 7, 20):                                     # the last position that the target has processed
     ring = np.zeros((16, 16), np.float32)
     for i in range(p + 1): ring[i % 16] = eye[i % 8]
-    out = run(ops, "attend_block", np.zeros((5, 1, 16), np.float32), ring, eye[8:13], np.full(1, -np.inf, np.float32),
-              oracle.rope_table(np.zeros(5), np.zeros(1, np.float32)), ints(p + 1), 8)[0][:, 0]
+    out = run(ops, "attend_block", np.zeros((5, 1, 16), np.float32), ring[None], eye[8:13], np.full(1, -np.inf, np.float32),
+              oracle.rope_table(np.zeros(5), np.zeros(1, np.float32)), start(p + 1), 8)[0][:, 0]
     want = u[f"dspark_idx.w8.p{p}"]
     first = want.max() - 4                                 # where the block begins in the official list
     assert [set(np.flatnonzero(o).tolist()) for o in out] == [{int(i if i < first else i - first + 8) for i in r if i >= 0} for r in want]

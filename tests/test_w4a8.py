@@ -16,7 +16,7 @@ import numpy as np
 import oracle
 import pytest
 from test_checkpoint import unpack, write
-from test_quant import BOTH, ROWS, SOME, Captured, close, ints, normal, tensor
+from test_quant import BOTH, ROWS, SOME, Captured, close, flat, ints, normal, start, tensor
 from tinygrad import Tensor, TinyJit, dtypes, function
 
 from specgrad.api import load
@@ -50,11 +50,12 @@ CAPTURED = Captured()
 def run(ops: Any, name: str, *args: Any, **named: Any) -> tuple[Array, ...]:
   """As in test_quant, with w4a8 on; a Stored travels as its buffers."""
   if "w4a8" in inspect.signature(getattr(twin, name)).parameters: named.setdefault("w4a8", True)
-  kinds = [a.kind if isinstance(a, Stored) else "" for a in args]
-  parts = [p for a in args for p in (a[1:] if isinstance(a, Stored) else (a,))]
+  kinds = [a.kind if isinstance(a, Stored) else len(a) if isinstance(a, tuple) else 0 for a in args]
+  parts = flat([a[1:] if isinstance(a, Stored) else a for a in args])
   def build(*held: Any) -> Any:
     left = iter(held)
-    return getattr(ops, name)(*[Weight(k, next(left), next(left)) if k else next(left) for k in kinds], **named)
+    some = lambda n: tuple(next(left) for _ in range(n))
+    return getattr(ops, name)(*[Weight(k, *some(2)) if isinstance(k, str) else some(k) if k else next(left) for k in kinds], **named)
   shapes = [(p.shape, p.dtype.str) if isinstance(p, np.ndarray) else p for p in parts]
   key = (ops.__name__, name, *kinds, *named.items(), *shapes)
   return tuple(t.numpy().copy() for t in CAPTURED(key, lambda: list(map(tensor, parts)), build, parts))
@@ -169,7 +170,7 @@ def test_official_quantiser_of_cached_rows(ops: Any, units: dict[str, Array]) ->
   tail = halves(1, len(x), R)
   kv, norm, rope, eps = row_inputs(x, tail)
   same(run(ops, "kv_rows", kv, norm, rope, eps)[0], np.concatenate([back, tail], 1))
-  ring = run(ops, "kv_write", np.full((29, row_bytes(512, R)), NAN_BYTE, np.uint8), kv, norm, rope, ints(7), eps)[0]
+  ring = run(ops, "kv_write", np.full((1, 29, row_bytes(512, R)), NAN_BYTE, np.uint8), kv, norm, rope, start(7), eps)[0][0]
   got = ring[(7 + np.arange(len(x))) % 29]
   same(got[:, :448], codes)
   same(got[:, 448:576].copy().view(ml_dtypes.bfloat16).astype(np.float32), tail)
@@ -183,10 +184,10 @@ def pooled(ops: Any, rows: Array, index: bool, r: int) -> Array:
   kv, norm, rope, eps = row_inputs(rows[:, :d - r], rows[:, d - r:])
   proj = np.zeros((2 * n, 2 * d), np.float32)
   proj[::2, :d], proj[1::2, :d], proj[1::2, d:] = kv, 7, -1e4
-  entries = np.full((n + 1, key_bytes(d) if index else row_bytes(d, r)), NAN_BYTE, np.uint8)
-  ring = np.zeros((2 * n + 2, 2 * d), np.float32)
+  entries = np.full((1, n + 1, key_bytes(d) if index else row_bytes(d, r)), NAN_BYTE, np.uint8)
+  ring = np.zeros((1, 2 * n + 2, 2 * d), np.float32)
   ape = np.zeros((2, d), np.float32)
-  return run(ops, "compress", ring, entries, proj, ape, norm, rope, ints(0), eps, index=index)[1]
+  return run(ops, "compress", ring, entries, proj, ape, norm, rope, start(0), eps, index=index)[1][0]
 
 @BOTH
 def test_official_quantiser_of_compressed_rows(ops: Any, units: dict[str, Array]) -> None:
@@ -480,18 +481,18 @@ def test_rows_of_the_window(d: int, n: int, sizes: Sequence[int]) -> None:
   norm = np.abs(normal(2, d)) + np.float32(0.5)
   kv = every_size(halves(1, 33, d))
   kv[3], kv[4], kv[5] = 0, half(np.float32([1e-40])), half(np.where(np.arange(d) % 2, 3e4, 1e-3))
-  old = np.full((n, row_bytes(d, R)), NAN_BYTE, np.uint8)
+  old = np.full((1, n, row_bytes(d, R)), NAN_BYTE, np.uint8)
   for pos in (0, n - 1, n, 3 * n - 2, 1_000_003):
     p = pos + np.arange(33)
     rope = rope_at(p)
     whole = run(cpu, "kv_rows", kv, norm, rope, 1e-6)[0]
     for T in sizes:
-      got = run(cpu, "kv_write", old, kv[:T], norm, rope[:T], ints(pos), 1e-6)[0]
+      got = run(cpu, "kv_write", old, kv[:T], norm, rope[:T], start(pos), 1e-6)[0][0]
       same(decoded(got[p[:T] % n], d, R), whole[:T])
       assert (got[np.setdiff1d(np.arange(n), p[:T] % n)] == NAN_BYTE).all()
       if T in FEW: same(run(cpu, "kv_rows", kv[:T], norm, rope[:T], 1e-6)[0], whole[:T])
     if pos in (0, n - 1):
-      theirs = run(twin, "kv_write", old, kv, norm, rope, ints(pos), 1e-6)[0]
+      theirs = run(twin, "kv_write", old, kv, norm, rope, start(pos), 1e-6)[0][0]
       codes_apart(whole, decoded(theirs[p % n], d, R), 0.001)
       codes_apart(whole, run(twin, "kv_rows", kv, norm, rope, 1e-6)[0], 0.001)
 
@@ -502,15 +503,15 @@ def test_compress(ratio: int, overlap: bool, index: bool) -> None:
   behind the last are NaN."""
   n, w, size = 66, D * (1 + overlap), key_bytes(D) if index else row_bytes(D, R)
   proj, ape, norm = normal(1, n, 2 * w, scale=2), normal(2, ratio, w), np.abs(normal(3, D)) + np.float32(0.5)
-  ring = np.full((-(-(2 * ratio + 33) // ratio) * ratio, 2 * w), np.nan, np.float32)
-  entries = np.full((n // ratio + 12, size), NAN_BYTE, np.uint8)
+  ring = np.full((1, -(-(2 * ratio + 33) // ratio) * ratio, 2 * w), np.nan, np.float32)
+  entries = np.full((1, n // ratio + 12, size), NAN_BYTE, np.uint8)
   def feed(ops: Any, T: int) -> Array:
     held, found = ring, entries
     for pos in range(0, n, T):
       at = (pos // ratio + np.arange(-(-T // ratio))) * ratio
       rows = np.pad(proj[pos:pos + T], ((0, max(pos + T - n, 0)), (0, 0)), constant_values=np.nan)
-      held, found = run(ops, "compress", held, found, rows, ape, norm, rope_at(at), ints(pos), 1e-6, index=index)
-    return found[:n // ratio]
+      held, found = run(ops, "compress", held, found, rows, ape, norm, rope_at(at), start(pos), 1e-6, index=index)
+    return found[0, :n // ratio]
   whole = feed(cpu, 33)
   for T in (1, 3, 5, 16): same(feed(cpu, T), whole)
   read_back = decoded_keys if index else functools.partial(decoded, d=D, r=R)
@@ -534,7 +535,7 @@ def test_index_topk(H: int, d: int, ratio: int, k: int, n: int, rows: Sequence[i
     keys = np.full((n + 3, key_bytes(d)), NAN_BYTE, np.uint8)
     keys[:known] = keys_of(normal(2, known, d))
     keys[known // 2:known // 2 + 2] = keys[0]
-    args = lambda T, pos=pos, keys=keys: (q[:T], keys, weight[:T], ints(pos), n, k, ratio)
+    args = lambda T, pos=pos, keys=keys: (q[:T], keys[None], weight[:T], start(pos), n, k, ratio)
     check("index_topk", args, 0, rows if pos else (33,))
     chosen = run(cpu, "index_topk", *args(33))[0]
     assert (chosen.sum(1) == np.minimum(k, (pos + np.arange(33) + 1) // ratio)).all()
@@ -551,7 +552,7 @@ def test_index_scores_are_rounded_as_the_official_ones() -> None:
   order = np.argsort(-scores, 1, kind="stable")[:, :k]
   want = np.zeros((33, n), bool)
   np.put_along_axis(want, order, True, 1)
-  for ops in (cpu, twin): assert (run(ops, "index_topk", q, keys, weight, ints(4 * n), n, k, 4)[0] == want).all()
+  for ops in (cpu, twin): assert (run(ops, "index_topk", q, keys[None], weight, start(4 * n), n, k, 4)[0] == want).all()
 
 # ------------------------------------------------------------------------------------------------ attention
 def attention_args(pos: int, T: int, n: int, ratio: int, choose: bool, ring: int = 48, window: int = 8, d: int = D,
@@ -566,7 +567,7 @@ def attention_args(pos: int, T: int, n: int, ratio: int, choose: bool, ring: int
   entries[:known] = all_rows(d)[50:50 + known]
   seen = oracle.finished(p, ratio, n)
   if choose: seen &= np.random.default_rng(6).random((40, n))[:T] < 0.5
-  return (q, held, entries if n else None, seen if choose else None, sink, rope_at(p), ints(pos), window, n, ratio)
+  return (q, held[None], entries[None] if n else None, seen if choose else None, sink, rope_at(p), start(pos), window, n, ratio)
 
 def attended(got: Array, want: Array, share: float) -> None:
   """Which maximum a probability was rounded against shows in its last bit, and in more where values cancel: the error
@@ -610,7 +611,7 @@ def test_attend_by_hand() -> None:
   pos, window, n = 30, 8, 7
   args = attention_args(pos, 1, n, 4, False, window=window)
   q, held, entries, _, sink, rope = args[:6]
-  rows = decoded(np.concatenate([held[np.arange(pos - window + 1, pos + 1) % 48], entries[:n]]), D, R).astype(float)
+  rows = decoded(np.concatenate([held[0, np.arange(pos - window + 1, pos + 1) % 48], entries[0, :n]]), D, R).astype(float)
   s = q[0].astype(float) @ rows.T * D ** -0.5
   e = np.exp(s - s.max(1, keepdims=True))
   total = e.sum(1) + np.exp(sink - s.max(1))
@@ -626,18 +627,18 @@ def test_attend_block() -> None:
     ring = np.full((21, row_bytes(D, R)), NAN_BYTE, np.uint8)
     ring[p % 21] = all_rows(D)[:len(p)]
     q, own, sink = halves(1, 5, 2, D), decoded(all_rows(D)[20:25], D, R), normal(4, 2)
-    args = q, ring, own, sink, rope_at(at), ints(pos), 8
+    args = q, ring[None], own, sink, rope_at(at), start(pos), 8
     attended(run(cpu, "attend_block", *args)[0], run(twin, "attend_block", *args)[0], 0.3)
 
 def test_attend_block_row_by_row() -> None:
   """Queries of a block do not touch each other."""
-  ring, own, at = all_rows(D)[:21], decoded(all_rows(D)[20:53], D, R), 30 + np.arange(33)
+  ring, own, at = all_rows(D)[None, :21], decoded(all_rows(D)[20:53], D, R), 30 + np.arange(33)
   q = halves(1, 33, 2, D)
-  whole = run(cpu, "attend_block", q, ring, own, normal(4, 2), rope_at(at), ints(30), 8)[0]
+  whole = run(cpu, "attend_block", q, ring, own, normal(4, 2), rope_at(at), start(30), 8)[0]
   for t in (0, 7, 32):
     other = halves(t + 2, 33, 2, D)
     other[t] = q[t]
-    same(run(cpu, "attend_block", other, ring, own, normal(4, 2), rope_at(at), ints(30), 8)[0][t], whole[t])
+    same(run(cpu, "attend_block", other, ring, own, normal(4, 2), rope_at(at), start(30), 8)[0][t], whole[t])
 
 # ------------------------------------------------------------------------------------------------ layers on given state
 CASES = ("v4_r16", "dspark_w16")

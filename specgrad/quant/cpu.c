@@ -1,6 +1,8 @@
 // The kernels of specgrad/quant/cpu.py, one per section, on portable vector types (AVX-512, AVX2, NEON, SSE alike).
 // Sizes arrive as macros, positions by pointer. No libc: exp, log1p, sine and cosine are here.
 // No output row depends on how many rows a call has: every sum has its own fixed order.
+// at (2,B): the position of each sequence's first row, then the slot in which it lives of caches (SLOTS,...). Rows and results are those of
+// sequence after sequence, PER of each. Of entries spread over RANKS devices this one, RANK, keeps entry j = RANK + i * RANKS in row i.
 // W4A8: 1 where values are rounded as the official code does (bfloat16 between operations, e4m3 and e2m1 in caches and in
 // front of quantised products), 0 for float32 throughout.
 #ifndef W4A8
@@ -14,6 +16,15 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef long long i64;
 #define INF __builtin_inff()
+
+#ifdef B
+#define PER (T / B)
+#endif
+#ifndef RANKS
+#define RANK 0
+#define RANKS 1
+#endif
+static inline int own(int n) { return (n + RANKS - 1 - RANK) / RANKS; }  // of n entries how many are kept here
 
 static inline float hsum(v8 a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
 static inline v8 ld(const float* p) { return *(const v8*)p; }
@@ -175,11 +186,11 @@ void NAME(float* restrict out, const void* restrict table, const int* restrict i
 }
 #endif
 
-#ifdef KERNEL_rope_table      // out (N,R/2,2); freqs (R/2,), pos (1,): positions (pos / STRIDE + i) * STRIDE
-void NAME(float* restrict out, const float* restrict freqs, const int* restrict pos) {
-  for (int i = 0; i < N; i++) for (int j = 0; j < R / 2; j++) {
-    float p = (float)((pos[0] / STRIDE + i) * STRIDE);
-    sincos_(p * freqs[j], out + ((i64)i * (R / 2) + j) * 2 + 1, out + ((i64)i * (R / 2) + j) * 2);
+#ifdef KERNEL_rope_table      // out (T,R/2,2); freqs (R/2,), at (2,B): positions (position / STRIDE + i) * STRIDE
+void NAME(float* restrict out, const float* restrict freqs, const int* restrict at) {
+  for (int t = 0; t < T; t++) for (int j = 0; j < R / 2; j++) {
+    float p = (float)((at[t / PER] / STRIDE + t % PER) * STRIDE);
+    sincos_(p * freqs[j], out + ((i64)t * (R / 2) + j) * 2 + 1, out + ((i64)t * (R / 2) + j) * 2);
   }
 }
 #endif
@@ -404,12 +415,12 @@ static inline void kv_row(float* o, const float* restrict kv, const float* restr
 }
 #endif
 
-#ifdef KERNEL_kv_write // ring (RING,row) in place; kv (T,D), norm (D,), rope (T,R/2,2), pos (1,)
-void NAME(u8* restrict ring, const float* restrict kv, const float* restrict norm, const float* restrict rope, const int* restrict pos) {
+#ifdef KERNEL_kv_write // ring (SLOTS,RING,row) in place; kv (T,D), norm (D,), rope (T,R/2,2), at (2,B)
+void NAME(u8* restrict ring, const float* restrict kv, const float* restrict norm, const float* restrict rope, const int* restrict at) {
   for (int t = 0; t < T; t++) {
-    float o[D];
+    float o[D]; const int b = t / PER, place = (at[b] + t % PER) % RING;
     kv_row(o, kv + (i64)t * D, norm, rope + (i64)t * R);
-    put_row(ring + (i64)((pos[0] + t) % RING) * ROW_BYTES(D - R, R), o, D - R, R);
+    put_row(ring + ((i64)at[B + b] * RING + place) * ROW_BYTES(D - R, R), o, D - R, R);
   }
 }
 #endif
@@ -425,62 +436,133 @@ void NAME(float* restrict out, const float* restrict kv, const float* restrict n
 }
 #endif
 
-#ifdef KERNEL_compress        // ring (RING,2W), entries (C,row or key) in place; proj (T,2W), ape (RATIO,W), norm (D,), rope (n,R/2,2), pos (1,)
-void NAME(float* restrict ring, u8* restrict entries, const float* restrict proj, const float* restrict ape, const float* restrict norm,
-          const float* restrict rope, const int* restrict pos) {
-  const int p0 = pos[0], W = OVERLAP ? 2 * D : D;
-  for (int t = 0; t < T; t++) {
-    float* o = ring + (i64)((p0 + t) % RING) * 2 * W; const float *a = proj + (i64)t * 2 * W, *b = ape + (i64)((p0 + t) % RATIO) * W;
-    for (int c = 0; c < W; c++) { o[c] = a[c]; o[W + c] = a[W + c] + b[c]; }
-  }
-  for (int j = p0 / RATIO; (j + 1) * RATIO <= p0 + T; j++) {
-    float top[D], sum[D], o[D]; const int first = OVERLAP && j ? -RATIO : 0;
-    for (int c = 0; c < D; c++) { top[c] = -INF; sum[c] = 0; o[c] = 0; }
-    for (int i = first; i < RATIO; i++) {
-      const float* g = ring + (i64)((j * RATIO + i) % RING) * 2 * W + W + (OVERLAP && i >= 0 ? D : 0);
-      for (int c = 0; c < D; c++) top[c] = g[c] > top[c] ? g[c] : top[c];
+#ifdef KERNEL_compress        // ring (SLOTS,RING,2W), entries (SLOTS,C,row or key) in place; proj (T,2W), ape (RATIO,W), norm (D,),
+// rope (B*BLOCKS,R/2,2), at (2,B)
+void NAME(float* restrict rings, u8* restrict all, const float* restrict proj, const float* restrict ape, const float* restrict norm,
+          const float* restrict rope, const int* restrict at) {
+  enum { W = OVERLAP ? 2 * D : D };
+  for (int b = 0; b < B; b++) {
+    const int p0 = at[b]; float* ring = rings + (i64)at[B + b] * RING * 2 * W;
+    u8* entries = all + (i64)at[B + b] * C * (INDEX ? KEY_BYTES(D) : ROW_BYTES(D - R, R));
+    for (int t = 0; t < PER; t++) {
+      float* o = ring + (i64)((p0 + t) % RING) * 2 * W;
+      const float *a = proj + ((i64)b * PER + t) * 2 * W, *add = ape + (i64)((p0 + t) % RATIO) * W;
+      for (int c = 0; c < W; c++) { o[c] = a[c]; o[W + c] = a[W + c] + add[c]; }
     }
-    for (int i = first; i < RATIO; i++) {
-      const float *k = ring + (i64)((j * RATIO + i) % RING) * 2 * W + (OVERLAP && i >= 0 ? D : 0), *g = k + W;
-      for (int c = 0; c < D; c++) { float e = expf_(g[c] - top[c]); sum[c] += e; o[c] += e * k[c]; }
+    for (int j = p0 / RATIO; (j + 1) * RATIO <= p0 + PER; j++) {
+      float top[D], sum[D], o[D]; const int first = OVERLAP && j ? -RATIO : 0; const i64 e = j / RANKS;
+      if (j % RANKS != RANK) continue;
+      for (int c = 0; c < D; c++) { top[c] = -INF; sum[c] = 0; o[c] = 0; }
+      for (int i = first; i < RATIO; i++) {
+        const float* g = ring + (i64)((j * RATIO + i) % RING) * 2 * W + W + (OVERLAP && i >= 0 ? D : 0);
+        for (int c = 0; c < D; c++) top[c] = g[c] > top[c] ? g[c] : top[c];
+      }
+      for (int i = first; i < RATIO; i++) {
+        const float *k = ring + (i64)((j * RATIO + i) % RING) * 2 * W + (OVERLAP && i >= 0 ? D : 0), *g = k + W;
+        for (int c = 0; c < D; c++) { float x = expf_(g[c] - top[c]); sum[c] += x; o[c] += x * k[c]; }
+      }
+      for (int c = 0; c < D; c++) o[c] = rnd(o[c] / sum[c]);
+      float r = rms(o, D, EPS);
+      for (int c = 0; c < D; c++) o[c] = rnd(o[c] * r * norm[c]);
+      rotate(o + D - R, rope + ((i64)b * BLOCKS + j - p0 / RATIO) * R, R, 1);
+      if (INDEX) put_key(entries + e * KEY_BYTES(D), o, D); else put_row(entries + e * ROW_BYTES(D - R, R), o, D - R, R);
     }
-    for (int c = 0; c < D; c++) o[c] = rnd(o[c] / sum[c]);
-    float r = rms(o, D, EPS);
-    for (int c = 0; c < D; c++) o[c] = rnd(o[c] * r * norm[c]);
-    rotate(o + D - R, rope + (i64)(j - p0 / RATIO) * R, R, 1);
-    if (INDEX) put_key(entries + (i64)j * KEY_BYTES(D), o, D); else put_row(entries + (i64)j * ROW_BYTES(D - R, R), o, D - R, R);
   }
 }
 #endif
 
-#ifdef KERNEL_index_topk      // out (T,N) bytes; q (T,H,D), keys (C,key), weight (T,H), pos (1,): the TOPK best of the visible entries
+#if defined(KERNEL_index_topk) || defined(KERNEL_index_best)
 static inline u32 key(float f) { union { float f; u32 u; } a = { f + 0.0f }; return a.u & 0x80000000u ? ~a.u : a.u | 0x80000000u; }
-void NAME(u8* restrict out, const float* restrict q, const u8* restrict keys, const float* restrict weight, const int* restrict pos) {
+// Entry i of n visible ones is among the TOPK best if s[i] > *least, or if it is among the first *left of those with s[i] == *least.
+// q (H,D), keys (n,key), weight (H,) of one row
+static void best_of(u32* restrict s, u32* least, int* left, int n, const float* restrict q, const u8* restrict keys, const float* restrict weight) {
+  float w[H]; for (int h = 0; h < H; h++) w[h] = rnd(weight[h] * SCALE);
+  for (int j = 0; j < n; j++) {
+    float a = 0, k[D];
+    get_key(k, keys + (i64)j * KEY_BYTES(D), D);
+    for (int h = 0; h < H; h++) { float x = rnd(dot(q + (i64)h * D, k, D)); a += rnd((x > 0 ? x : 0) * w[h]); }
+    s[j] = key(rnd(a));
+  }
+  *least = 0; *left = TOPK;
+  if (n <= TOPK) return;
+  for (int shift = 24; shift >= 0; shift -= 8) {           // radix select: the key of the last one chosen, a byte at a time
+    int count[256]; for (int b = 0; b < 256; b++) count[b] = 0;
+    u32 mask = shift == 24 ? 0 : ~0u << (shift + 8); int b = 255;
+    for (int j = 0; j < n; j++) if ((s[j] & mask) == *least) count[s[j] >> shift & 255]++;
+    while (count[b] < *left) *left -= count[b--];
+    *least |= (u32)b << shift;
+  }
+}
+#endif
+
+#ifdef KERNEL_index_topk      // out (T,N) bytes; q (T,H,D), keys (SLOTS,C,key), weight (T,H), at (2,B): the TOPK best of the visible entries
+void NAME(u8* restrict out, const float* restrict q, const u8* restrict keys, const float* restrict weight, const int* restrict at) {
   for (int t = 0; t < T; t++) {
-    int n = (pos[0] + t + 1) / RATIO, left = TOPK; u32 s[N], prefix = 0; u8* o = out + (i64)t * N;
+    const int b = t / PER; int n = (at[b] + t % PER + 1) / RATIO, left; u32 s[N], least; u8* o = out + (i64)t * N;
     if (n > N) n = N;
     for (int j = 0; j < N; j++) o[j] = j < n;
     if (n <= TOPK) continue;
-    float w[H]; for (int h = 0; h < H; h++) w[h] = rnd(weight[t * H + h] * SCALE);
-    for (int j = 0; j < n; j++) {
-      float a = 0, k[D];
-      get_key(k, keys + (i64)j * KEY_BYTES(D), D);
-      for (int h = 0; h < H; h++) { float x = rnd(dot(q + ((i64)t * H + h) * D, k, D)); a += rnd((x > 0 ? x : 0) * w[h]); }
-      s[j] = key(rnd(a));
-    }
-    for (int shift = 24; shift >= 0; shift -= 8) {         // radix select: the key of the last one chosen, a byte at a time
-      int count[256]; for (int b = 0; b < 256; b++) count[b] = 0;
-      u32 mask = shift == 24 ? 0 : ~0u << (shift + 8); int b = 255;
-      for (int j = 0; j < n; j++) if ((s[j] & mask) == prefix) count[s[j] >> shift & 255]++;
-      while (count[b] < left) left -= count[b--];
-      prefix |= (u32)b << shift;
-    }
-    for (int j = 0; j < n; j++) o[j] = s[j] > prefix || (s[j] == prefix && left-- > 0);      // of equals the lower index first
+    best_of(s, &least, &left, n, q + (i64)t * H * D, keys + (i64)at[B + b] * C * KEY_BYTES(D), weight + t * H);
+    for (int j = 0; j < n; j++) o[j] = s[j] > least || (s[j] == least && left-- > 0);      // of equals the lower index first
   }
 }
 #endif
 
-#if defined(KERNEL_attend) || defined(KERNEL_attend_block)
+#ifdef KERNEL_index_best      // out (T,2,TOPK): scores, best first, and numbers; the rest as in index_topk
+void NAME(float* restrict out, const float* restrict q, const u8* restrict keys, const float* restrict weight, const int* restrict at) {
+  for (int t = 0; t < T; t++) {
+    const int b = t / PER; int n = (at[b] + t % PER + 1) / RATIO, left, m = 0; u32 s[KEPT], least; float *o = out + (i64)t * 2 * TOPK;
+    n = own(n < N ? n : N);
+    best_of(s, &least, &left, n, q + (i64)t * H * D, keys + (i64)at[B + b] * C * KEY_BYTES(D), weight + t * H);
+    for (int j = 0; j < n; j++) if (s[j] > least || (s[j] == least && left-- > 0)) {       // put where it belongs, behind its equals
+      int i = m++; u32 u = s[j] & 0x80000000u ? s[j] & 0x7fffffffu : ~s[j]; float f = ((bits){ .u = u }).f;
+      for (; i && o[i - 1] < f; i--) { o[i] = o[i - 1]; o[TOPK + i] = o[TOPK + i - 1]; }
+      o[i] = f; o[TOPK + i] = (float)(j * RANKS + RANK);
+    }
+    for (; m < TOPK; m++) { o[m] = -INF; o[TOPK + m] = 0; }
+  }
+}
+#endif
+
+// one parameter for each device
+#define EACH1(X) X(0)
+#define EACH2(X) EACH1(X), X(1)
+#define EACH3(X) EACH2(X), X(2)
+#define EACH4(X) EACH3(X), X(3)
+#define EACH5(X) EACH4(X), X(4)
+#define EACH6(X) EACH5(X), X(5)
+#define EACH7(X) EACH6(X), X(6)
+#define EACH8(X) EACH7(X), X(7)
+#define JOINED(a, b) a##b
+#define JOIN(a, b) JOINED(a, b)
+#define EACH(X) JOIN(EACH, RANKS)(X)
+#define IN(i) const float* restrict in##i
+#define OUT(i) float* restrict out##i
+#define IN_NAME(i) in##i
+#define OUT_NAME(i) out##i
+
+#ifdef KERNEL_index_choose    // out (T,KEPT) bytes; for each rank (T,2,TOPK): the own ones of the TOPK best of all
+void NAME(u8* restrict out, EACH(IN)) {
+  const float* list[] = { EACH(IN_NAME) };
+  for (int t = 0; t < T; t++) {
+    int at[RANKS]; u8* o = out + (i64)t * KEPT;
+    for (int r = 0; r < RANKS; r++) at[r] = 0;
+    for (int j = 0; j < KEPT; j++) o[j] = 0;
+    for (int left = TOPK; left; left--) {                  // the heads of the lists: each time the best, of equals the lower number
+      float most = -INF, id = 0; int best = -1;
+      for (int r = 0; r < RANKS; r++) if (at[r] < TOPK) {
+        const float *p = list[r] + (i64)t * 2 * TOPK + at[r], s = p[0], j = p[TOPK];
+        if (s > most || (s == most && best >= 0 && j < id)) { most = s; id = j; best = r; }
+      }
+      if (best < 0) break;
+      at[best]++;
+      if (best == RANK) o[(int)id / RANKS] = 1;
+    }
+  }
+}
+#endif
+
+#if defined(KERNEL_attend) || defined(KERNEL_attend_block) || defined(KERNEL_attend_part) || defined(KERNEL_attend_merge)
 typedef float v16 __attribute__((vector_size(64), aligned(4)));
 enum { BLOCK = 64, GROUP = 8, HT = H % 4 ? 1 : 4 };         // cached rows, and queries, taken together; heads that share a load
 static inline v16 ld16(const float* p) { return *(const v16*)p; }
@@ -530,6 +612,7 @@ static void mix_add(Mix* a, const float* restrict q, const float* const* kv, int
     }
   }
 }
+// a row's H heads, rounded and rotated back
 static void mix_end(float* restrict out, const Mix* a, const float* restrict sink, const float* restrict rope) {
   for (int h = 0; h < H; h++) {
     float *o = out + (i64)h * D, all = a->sum[h] + expf_(sink[h] - a->top[h]);
@@ -546,48 +629,102 @@ static inline const float* as_floats(float* room, const u8* row) {
 
 // Keys are taken in blocks of 64 columns, as the official kernel takes them: column c < WINDOW is the c-th visible position, column
 // WINDOW + e the e-th entry a query sees. What shares a block, and so a maximum, follows from the query alone.
-#ifdef KERNEL_attend   // out (T,H,D); q (T,H,D), ring (RING,row), entries (C,row), chosen (T,N), sink (H,), rope (T,R/2,2), pos (1,)
-void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const u8* restrict entries,
-          const u8* restrict chosen, const float* restrict sink, const float* restrict rope, const int* restrict pos) {
+#if defined(KERNEL_attend) || defined(KERNEL_attend_part)
+// The rows of one sequence from position `start` on, q (PER,H,D), into done(t, mix) for each; `near`: the window counts
+static inline __attribute__((always_inline)) void attend_rows(const float* restrict q, const u8* restrict ring, const u8* restrict entries,
+    const u8* restrict chosen, int start, int window, void (*done)(int t, const Mix*, void*), void* to) {
   enum { ROWS = WINDOW + GROUP - 1 };
-  Mix mix[T < GROUP ? T : GROUP]; float near[W4A8 ? ROWS * D : 1], far[W4A8 ? BLOCK * D : 1]; const float *kv[ROWS], *see[BLOCK];
-  for (int t0 = 0; t0 < T; t0 += GROUP) {                  // a row of the window is decoded once for all queries of a group
-    int g = T - t0 < GROUP ? T - t0 : GROUP, p0 = pos[0] + t0, first = p0 - WINDOW + 1 < 0 ? 0 : p0 - WINDOW + 1, next[GROUP] = { 0 }, more = 1;
-    for (int i = first; i < p0 + g; i++) kv[i - first] = as_floats(near + W4A8 * (i - first) * D, ring + (i64)(i % RING) * ROW_BYTES(D - R, R));
+  Mix mix[PER < GROUP ? PER : GROUP]; float near[W4A8 ? ROWS * D : 1], far[W4A8 ? BLOCK * D : 1]; const float *kv[ROWS], *see[BLOCK];
+  for (int t0 = 0; t0 < PER; t0 += GROUP) {                // a row of the window is decoded once for all queries of a group
+    int g = PER - t0 < GROUP ? PER - t0 : GROUP, p0 = start + t0, first = p0 - WINDOW + 1 < 0 ? 0 : p0 - WINDOW + 1, next[GROUP] = { 0 }, more = 1;
+    if (window) for (int i = first; i < p0 + g; i++) kv[i - first] = as_floats(near + W4A8 * (i - first) * D, ring + (i64)(i % RING) * ROW_BYTES(D - R, R));
     for (int t = 0; t < g; t++) mix_start(mix + t);
     for (int b = 0; b < WINDOW || more; b += BLOCK) {
       more = 0;
       for (int t = 0; t < g; t++) {
-        int m = 0, p = p0 + t, low = p - WINDOW + 1 < 0 ? 0 : p - WINDOW + 1, n = (p + 1) / RATIO < N ? (p + 1) / RATIO : N, *e = next + t;
-        for (int c = b; c < b + BLOCK && c < WINDOW; c++) if (low + c <= p) see[m++] = kv[low + c - first];
+        int m = 0, p = p0 + t, low = p - WINDOW + 1 < 0 ? 0 : p - WINDOW + 1, n = own((p + 1) / RATIO < N ? (p + 1) / RATIO : N), *e = next + t;
+        for (int c = b; window && c < b + BLOCK && c < WINDOW; c++) if (low + c <= p) see[m++] = kv[low + c - first];
         for (int c = b > WINDOW ? b : WINDOW; c < b + BLOCK && *e < n; (*e)++) {
-          if (CHOSEN && !chosen[(i64)(t0 + t) * N + *e]) continue;
+          if (CHOSEN && !chosen[(i64)(t0 + t) * KEPT + *e]) continue;
           float* room = far + W4A8 * (c - b) * D;          // where all queries see the same entries, the group's last one decodes them
-          if (CHOSEN || !W4A8 || t == 0 || *e >= p0 / RATIO) as_floats(room, entries + (i64)*e * ROW_BYTES(D - R, R));
+          if (CHOSEN || !W4A8 || t == 0 || *e >= own(p0 / RATIO)) as_floats(room, entries + (i64)*e * ROW_BYTES(D - R, R));
           see[m++] = W4A8 ? room : as_floats(room, entries + (i64)*e * ROW_BYTES(D - R, R)); c++;
         }
         more |= *e < n;
         mix_add(mix + t, q + (i64)(t0 + t) * H * D, see, m);
       }
     }
-    for (int t = 0; t < g; t++) mix_end(out + (i64)(t0 + t) * H * D, mix + t, sink, rope + (i64)(t0 + t) * R);
+    for (int t = 0; t < g; t++) done(t0 + t, mix + t, to);
   }
 }
 #endif
 
-#ifdef KERNEL_attend_block // out (T,H,D); q (T,H,D), ring (RING,row), block (T,D), sink (H,), rope (T,R/2,2), pos (1,)
-void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const float* restrict block,
-          const float* restrict sink, const float* restrict rope, const int* restrict pos) {
-  Mix mix[T]; float room[W4A8 ? BLOCK * D : 1]; const float* kv[BLOCK]; int first = pos[0] < WINDOW ? 0 : pos[0] - WINDOW;
-  for (int t = 0; t < T; t++) mix_start(mix + t);
-  for (int b = 0; b < WINDOW + T; b += BLOCK) {
-    int m = 0;
-    for (int c = b; c < b + BLOCK && c < WINDOW; c++)
-      if (first + c < pos[0]) { kv[m] = as_floats(room + W4A8 * m * D, ring + (i64)((first + c) % RING) * ROW_BYTES(D - R, R)); m++; }
-    for (int c = b > WINDOW ? b : WINDOW; c < b + BLOCK && c < WINDOW + T; c++) kv[m++] = block + (i64)(c - WINDOW) * D;
-    for (int t = 0; t < T; t++) mix_add(mix + t, q + (i64)t * H * D, kv, m);
+#ifdef KERNEL_attend   // out (T,H,D); q (T,H,D), ring (SLOTS,RING,row), entries (SLOTS,C,row), chosen (T,N), sink (H,), rope (T,R/2,2), at (2,B)
+typedef struct { float* out; const float *sink, *rope; } To;
+static inline void done(int t, const Mix* mix, void* to) { To* a = to; mix_end(a->out + (i64)t * H * D, mix, a->sink, a->rope + (i64)t * R); }
+void NAME(float* restrict out, const float* restrict q, const u8* restrict ring, const u8* restrict entries,
+          const u8* restrict chosen, const float* restrict sink, const float* restrict rope, const int* restrict at) {
+  for (int b = 0; b < B; b++) {
+    const i64 t = (i64)b * PER, slot = at[B + b]; To to = { out + t * H * D, sink, rope + t * R };
+    attend_rows(q + t * H * D, ring + slot * RING * ROW_BYTES(D - R, R), entries + slot * C * ROW_BYTES(D - R, R), chosen + t * N, at[b], 1, done, &to);
   }
-  for (int t = 0; t < T; t++) mix_end(out + (i64)t * H * D, mix + t, sink, rope + (i64)t * R);
+}
+#endif
+
+#ifdef KERNEL_attend_part // for each rank out (T,H,D+2): sums of a softmax, top, sum of weights; q (T,H,D); then as attend, chosen (T,KEPT)
+static inline void done(int t, const Mix* mix, void* to) {
+  float* o = (float*)to + (i64)t * H * (D + 2);
+  for (int h = 0; h < H; h++, o += D + 2) {
+    for (int c = 0; c < D; c++) o[c] = mix->o[h * D + c];
+    o[D] = mix->top[h]; o[D + 1] = mix->sum[h];
+  }
+}
+void NAME(EACH(OUT), EACH(IN), const u8* restrict ring, const u8* restrict entries, const u8* restrict chosen, const int* restrict at) {
+  float* out[] = { EACH(OUT_NAME) }; const float* q[] = { EACH(IN_NAME) };
+  for (int b = 0; b < B; b++) for (int r = 0; r < RANKS; r++) {
+    const i64 t = (i64)b * PER, slot = at[B + b];
+    attend_rows(q[r] + t * H * D, ring + slot * RING * ROW_BYTES(D - R, R), entries + slot * C * ROW_BYTES(D - R, R), chosen + t * KEPT, at[b],
+                r == RANK, done, out[r] + t * H * (D + 2));
+  }
+}
+#endif
+
+#ifdef KERNEL_attend_merge // out (T,H,D); of each rank (T,H,D+2) as attend_part leaves them; sink (H,), rope (T,R/2,2)
+void NAME(float* restrict out, EACH(IN), const float* restrict sink, const float* restrict rope) {
+  const float* part[] = { EACH(IN_NAME) }; Mix mix;
+  for (int t = 0; t < T; t++) {
+    mix_start(&mix);
+    for (int h = 0; h < H; h++) {
+      const i64 at = ((i64)t * H + h) * (D + 2);
+      for (int r = 0; r < RANKS; r++) mix.top[h] = part[r][at + D] > mix.top[h] ? part[r][at + D] : mix.top[h];
+      for (int r = 0; r < RANKS; r++) if (part[r][at + D] > -INF) {
+        const float w = expf_(part[r][at + D] - mix.top[h]);
+        mix.sum[h] += w * part[r][at + D + 1];
+        for (int c = 0; c < D; c++) mix.o[h * D + c] += w * part[r][at + c];
+      }
+    }
+    mix_end(out + (i64)t * H * D, &mix, sink, rope + (i64)t * R);
+  }
+}
+#endif
+
+#ifdef KERNEL_attend_block // out (T,H,D); q (T,H,D), ring (SLOTS,RING,row), block (T,D), sink (H,), rope (T,R/2,2), at (2,B)
+void NAME(float* restrict out, const float* restrict q, const u8* restrict rings, const float* restrict blocks,
+          const float* restrict sink, const float* restrict rope, const int* restrict at) {
+  Mix mix[PER]; float room[W4A8 ? BLOCK * D : 1]; const float* kv[BLOCK];
+  for (int s = 0; s < B; s++) {
+    const i64 row = (i64)s * PER; const int p = at[s], first = p < WINDOW ? 0 : p - WINDOW;
+    const u8* ring = rings + (i64)at[B + s] * RING * ROW_BYTES(D - R, R); const float* block = blocks + row * D;
+    for (int t = 0; t < PER; t++) mix_start(mix + t);
+    for (int b = 0; b < WINDOW + PER; b += BLOCK) {
+      int m = 0;
+      for (int c = b; c < b + BLOCK && c < WINDOW; c++)
+        if (first + c < p) { kv[m] = as_floats(room + W4A8 * m * D, ring + (i64)((first + c) % RING) * ROW_BYTES(D - R, R)); m++; }
+      for (int c = b > WINDOW ? b : WINDOW; c < b + BLOCK && c < WINDOW + PER; c++) kv[m++] = block + (i64)(c - WINDOW) * D;
+      for (int t = 0; t < PER; t++) mix_add(mix + t, q + (row + t) * H * D, kv, m);
+    }
+    for (int t = 0; t < PER; t++) mix_end(out + (row + t) * H * D, mix + t, sink, rope + (row + t) * R);
+  }
 }
 #endif
 
@@ -656,13 +793,16 @@ void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, 
 }
 #endif
 
-#ifdef KERNEL_markov   // out (1,V); base (K,V), w1 (V,R), w2 (V,R), token (1,): row ROW of base plus w2 . w1[token]
+#ifdef KERNEL_markov   // out (B,V); base (B*K,V), w1 (V,R), w2 (V,R), token (B,): row ROW of each base plus w2 . w1[token]
 void NAME(float* restrict out, const float* restrict base, const void* restrict w1, const void* restrict w2, const int* restrict token) {
-  float e[R], w[R]; const i64 from = (i64)(token[0] < 0 ? 0 : token[0]) * R;
-  for (int j = 0; j < R; j++) e[j] = HALF ? ((bits){ .u = (u32)((const unsigned short*)w1)[from + j] << 16 }).f : ((const float*)w1)[from + j];
+  float e[B][R], w[R];
+  for (int b = 0; b < B; b++) {
+    const i64 from = (i64)(token[b] < 0 ? 0 : token[b]) * R;
+    for (int j = 0; j < R; j++) e[b][j] = HALF ? ((bits){ .u = (u32)((const unsigned short*)w1)[from + j] << 16 }).f : ((const float*)w1)[from + j];
+  }
   for (i64 i = 0; i < V; i++) {
     for (int j = 0; j < R; j++) w[j] = HALF ? ((bits){ .u = (u32)((const unsigned short*)w2)[i * R + j] << 16 }).f : ((const float*)w2)[i * R + j];
-    out[i] = base[(i64)ROW * V + i] + dot(w, e, R);
+    for (int b = 0; b < B; b++) out[(i64)b * V + i] = base[((i64)b * K + ROW) * V + i] + dot(w, e[b], R);
   }
 }
 #endif
@@ -680,7 +820,7 @@ static inline int best(const float* x) {
 void NAME(int* restrict ids, const float* restrict logits) { for (int t = 0; t < T; t++) ids[t] = best(logits + (i64)t * V); }
 #endif
 
-#ifdef KERNEL_probs    // out (T,V); logits (T,V), settings (4,) = temperature, top_p, top_k, min_p
+#ifdef KERNEL_probs    // out (T,V); logits (T,V), settings (B,4) = temperature, top_p, top_k, min_p
 static inline u32 key(float f) { union { float f; u32 u; } a = { f + 0.0f }; return a.u & 0x80000000u ? ~a.u : a.u | 0x80000000u; }
 // the largest key whose strictly better ones weigh less than `want`: radix selection, a byte of the key at a time
 static u32 threshold(const float* x, const float* weight, double want) {
@@ -694,10 +834,11 @@ static u32 threshold(const float* x, const float* weight, double want) {
   }
   return prefix;
 }
-void NAME(float* restrict out, const float* restrict logits, const float* restrict settings) {
+void NAME(float* restrict out, const float* restrict logits, const float* restrict all) {
   for (int t = 0; t < T; t++) {
-    const float* x = logits + (i64)t * V; float* w = out + (i64)t * V; int top = best(x), k = (int)settings[2]; u32 least = 0;
+    const float *x = logits + (i64)t * V, *settings = all + t / PER * 4; float* w = out + (i64)t * V; int top = best(x), k = (int)settings[2]; u32 least = 0;
     if (top < 0) { for (int i = 0; i < V; i++) w[i] = __builtin_nanf(""); continue; }
+    if (!(settings[0] > 0)) { for (int i = 0; i < V; i++) w[i] = i == top; continue; }
     if (k > 0 && k < V) least = threshold(x, 0, k);
     double total = 0;
     for (int i = 0; i < V; i++) { w[i] = key(x[i]) >= least ? expf_((x[i] - x[top]) / settings[0]) : 0; total += w[i]; }
@@ -709,7 +850,7 @@ void NAME(float* restrict out, const float* restrict logits, const float* restri
 }
 #endif
 
-#ifdef KERNEL_pick     // ids (T,) int; weights (T,V), seed (2,) int, pos (1,)
+#ifdef KERNEL_pick     // ids (T,) int; weights (T,V), seed (B,2) int, at (2,B)
 static inline u32 mix(u32 h) { h ^= h >> 16; h *= 0x7feb352du; h ^= h >> 15; h *= 0x846ca68bu; return h ^ h >> 16; }
 static inline float logf_(float x) {                       // of positive normal numbers
   union { float f; u32 u; } a = { x }; int e = (int)(a.u >> 23) - 126; a.u = (a.u & 0x7fffffu) | 0x3f000000u;
@@ -719,10 +860,10 @@ static inline float logf_(float x) {                       // of positive normal
   p = p * m - 1.6668057665e-1f; p = p * m + 2.0000714765e-1f; p = p * m - 2.4999993993e-1f; p = p * m + 3.3333331174e-1f;
   return m + (m * z * p - 0.5f * z + e * -2.12194440e-4f) + e * 0.693359375f;
 }
-void NAME(int* restrict ids, const float* restrict weights, const int* restrict seed, const int* restrict pos) {
+void NAME(int* restrict ids, const float* restrict weights, const int* restrict seed, const int* restrict at) {
   for (int t = 0; t < T; t++) {
-    const float* w = weights + (i64)t * V; float most = -INF; int id = -1;
-    u32 h = mix(mix(mix(mix((u32)seed[0]) ^ (u32)seed[1]) + (u32)(pos[0] + 1 + OFFSET + t)) + USE);
+    const float* w = weights + (i64)t * V; float most = -INF; int id = -1; const int b = t / PER;
+    u32 h = mix(mix(mix(mix((u32)seed[2 * b]) ^ (u32)seed[2 * b + 1]) + (u32)(at[b] + 1 + OFFSET + t % PER)) + USE);
     for (int i = 0; i < V; i++) {
       if (w[i] != w[i]) { id = -1; break; }
       if (!(w[i] > 1e-37f)) continue;

@@ -9,7 +9,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
-from specgrad.quant.twin import Weight, as_weight
+from specgrad.quant.twin import Weight, as_weight, kept
 from specgrad.quant.twin import uniforms as uniforms  # small enough for tinygrad's own code
 
 @functools.cache
@@ -51,9 +51,9 @@ def embed(table: Weight | Tensor, ids: Tensor, streams: int) -> Tensor:
   T, D = ids.shape[0], table.data.shape[1]
   return run("embed", [new(ids, T, streams, D)], [table.data, ids], T=T, S=streams, D=D, HALF=int(table.kind == "BF16"))[0]
 
-def rope_table(freqs: Tensor, pos: Tensor, n: int, stride: int = 1) -> Tensor:
+def rope_table(freqs: Tensor, at: Tensor, n: int, stride: int = 1) -> Tensor:
   r = freqs.shape[0] * 2
-  return run("rope_table", [new(freqs, n, r // 2, 2)], [freqs, pos], N=n, R=r, STRIDE=stride)[0]
+  return run("rope_table", [new(freqs, n, r // 2, 2)], [freqs, at], T=n, B=at.shape[1], R=r, STRIDE=stride)[0]
 
 def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, iters: int, hc_eps: float, eps: float,
            w4a8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,41 +100,64 @@ def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None, index: boo
   return run("head_rope", [new(q, T, heads, D)], [q, rope], T=T, H=heads, D=D, R=r, NORM=int(eps is not None), EPS=float(eps or 0),
              INDEX=int(index), HADAMARD=D ** -0.5, W4A8=int(w4a8))[0]
 
-def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float, w4a8: bool = False) -> Tensor:
+def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, at: Tensor, eps: float, w4a8: bool = False) -> Tensor:
   T, D = kv.shape
-  return run("kv_write", [ring], [kv, norm, rope, pos], True, T=T, D=D, R=rope.shape[1] * 2, RING=ring.shape[0], EPS=float(eps),
-             W4A8=int(w4a8))[0]
+  return run("kv_write", [ring], [kv, norm, rope, at], True, T=T, B=at.shape[1], D=D, R=rope.shape[1] * 2, RING=ring.shape[1],
+             EPS=float(eps), W4A8=int(w4a8))[0]
 
 def kv_rows(kv: Tensor, norm: Tensor, rope: Tensor, eps: float, w4a8: bool = False) -> Tensor:
   T, D = kv.shape
   return run("kv_rows", [new(kv, T, D)], [kv, norm, rope], T=T, D=D, R=rope.shape[1] * 2, EPS=float(eps), W4A8=int(w4a8))[0]
 
-def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float,
-             index: bool = False, w4a8: bool = False) -> tuple[Tensor, Tensor]:
-  T, D = proj.shape[0], norm.shape[0]
-  ring, entries = run("compress", [ring, entries], [proj, ape, norm, rope, pos], True, T=T, D=D, R=rope.shape[1] * 2,
-                      RING=ring.shape[0], RATIO=ape.shape[0], OVERLAP=int(ape.shape[1] == 2 * D), EPS=float(eps), INDEX=int(index),
-                      HADAMARD=D ** -0.5, W4A8=int(w4a8))
+def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, at: Tensor, eps: float,
+             index: bool = False, rank: int = 0, ranks: int = 1, w4a8: bool = False) -> tuple[Tensor, Tensor]:
+  T, D, B = proj.shape[0], norm.shape[0], at.shape[1]
+  ring, entries = run("compress", [ring, entries], [proj, ape, norm, rope, at], True, T=T, B=B, BLOCKS=rope.shape[0] // B, D=D,
+                      R=rope.shape[1] * 2, RING=ring.shape[1], C=entries.shape[1], RATIO=ape.shape[0], OVERLAP=int(ape.shape[1] == 2 * D),
+                      EPS=float(eps), INDEX=int(index), HADAMARD=D ** -0.5, RANK=rank, RANKS=ranks, W4A8=int(w4a8))
   return ring, entries
 
-def index_topk(q: Tensor, keys: Tensor, weight: Tensor, pos: Tensor, n: int, k: int, ratio: int, w4a8: bool = False) -> Tensor:
+def index_topk(q: Tensor, keys: Tensor, weight: Tensor, at: Tensor, n: int, k: int, ratio: int, w4a8: bool = False) -> Tensor:
   T, H, D = q.shape
-  return run("index_topk", [new(q, T, n, dtype=dtypes.bool)], [q, keys, weight, pos], T=T, H=H, D=D, N=n, TOPK=k, RATIO=ratio,
-             SCALE=(H * D) ** -0.5, W4A8=int(w4a8))[0]
+  return run("index_topk", [new(q, T, n, dtype=dtypes.bool)], [q, keys, weight, at], T=T, B=at.shape[1], H=H, D=D, N=n, C=keys.shape[1],
+             TOPK=k, RATIO=ratio, SCALE=(H * D) ** -0.5, W4A8=int(w4a8))[0]
 
-def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, pos: Tensor,
+def index_best(q: Tensor, keys: Tensor, weight: Tensor, at: Tensor, n: int, k: int, ratio: int, rank: int, ranks: int,
+               w4a8: bool = False) -> Tensor:
+  T, H, D = q.shape
+  return run("index_best", [new(q, T, 2, k)], [q, keys, weight, at], T=T, B=at.shape[1], H=H, D=D, N=n, C=keys.shape[1], TOPK=k,
+             RATIO=ratio, SCALE=(H * D) ** -0.5, KEPT=kept(n, rank, ranks), RANK=rank, RANKS=ranks, W4A8=int(w4a8))[0]
+
+def index_choose(best: tuple[Tensor, ...], n: int, k: int, rank: int, ranks: int) -> Tensor:
+  T, m = best[0].shape[0], kept(n, rank, ranks)
+  return run("index_choose", [new(best[0], T, m, dtype=dtypes.bool)], list(best), T=T, KEPT=m, TOPK=k, RANK=rank, RANKS=ranks)[0]
+
+def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, at: Tensor,
            window: int, n: int, ratio: int, w4a8: bool = False) -> Tensor:
   T, H, D = q.shape
   if entries is None: n, ratio, entries = 0, 1, ring
-  return run("attend", [new(q, T, H, D)], [q, ring, entries, sink if chosen is None else chosen, sink, rope, pos], T=T, H=H, D=D,
-             R=rope.shape[1] * 2, RING=ring.shape[0], WINDOW=window, N=n, RATIO=ratio, CHOSEN=int(chosen is not None), SCALE=D ** -0.5,
-             W4A8=int(w4a8))[0]
+  return run("attend", [new(q, T, H, D)], [q, ring, entries, sink if chosen is None else chosen, sink, rope, at], T=T, B=at.shape[1], H=H,
+             D=D, R=rope.shape[1] * 2, RING=ring.shape[1], WINDOW=window, N=n, KEPT=n, C=entries.shape[1], RATIO=ratio,
+             CHOSEN=int(chosen is not None), SCALE=D ** -0.5, W4A8=int(w4a8))[0]
 
-def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, pos: Tensor, window: int,
+def attend_part(q: tuple[Tensor, ...], ring: Tensor, entries: Tensor | None, chosen: Tensor | None, at: Tensor, window: int, n: int,
+                ratio: int, rank: int, r: int, w4a8: bool = False) -> tuple[Tensor, ...]:
+  T, H, D = q[0].shape
+  if entries is None: n, ratio, entries = 0, 1, ring
+  return tuple(run("attend_part", [new(x, T, H, D + 2) for x in q], [*q, ring, entries, at if chosen is None else chosen, at], T=T,
+                   B=at.shape[1], H=H, D=D, R=r, RING=ring.shape[1], WINDOW=window, N=n, KEPT=kept(n, rank, len(q)), C=entries.shape[1],
+                   RATIO=ratio, CHOSEN=int(chosen is not None), SCALE=D ** -0.5, RANK=rank, RANKS=len(q), W4A8=int(w4a8)))
+
+def attend_merge(parts: tuple[Tensor, ...], sink: Tensor, rope: Tensor, w4a8: bool = False) -> Tensor:
+  (T, H, D), like = parts[0].shape, parts[0]
+  return run("attend_merge", [new(like, T, H, D - 2)], [*parts, sink, rope], T=T, H=H, D=D - 2, R=rope.shape[1] * 2, SCALE=1.0, RANK=0,
+             RANKS=len(parts), W4A8=int(w4a8))[0]
+
+def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, at: Tensor, window: int,
                  w4a8: bool = False) -> Tensor:
   T, H, D = q.shape
-  return run("attend_block", [new(q, T, H, D)], [q, ring, block, sink, rope, pos], T=T, H=H, D=D, R=rope.shape[1] * 2,
-             RING=ring.shape[0], WINDOW=window, SCALE=D ** -0.5, W4A8=int(w4a8))[0]
+  return run("attend_block", [new(q, T, H, D)], [q, ring, block, sink, rope, at], T=T, B=at.shape[1], H=H, D=D, R=rope.shape[1] * 2,
+             RING=ring.shape[1], WINDOW=window, SCALE=D ** -0.5, W4A8=int(w4a8))[0]
 
 def route(z: Tensor, bias: Tensor | None, tid2eid: Tensor | None, tokens: Tensor, k: int, factor: float) -> tuple[Tensor, Tensor]:
   T, E = z.shape
@@ -149,14 +172,15 @@ def argmax(logits: Tensor) -> Tensor:
 
 def probs(logits: Tensor, settings: Tensor) -> Tensor:
   T, V = logits.shape
-  return run("probs", [new(logits, T, V)], [logits, settings], T=T, V=V)[0]
+  return run("probs", [new(logits, T, V)], [logits, settings], T=T, B=settings.shape[0], V=V)[0]
 
-def pick(weights: Tensor, seed: Tensor, pos: Tensor, use: int = 0, offset: int = 0) -> Tensor:
+def pick(weights: Tensor, seed: Tensor, at: Tensor, use: int = 0, offset: int = 0) -> Tensor:
   T, V = weights.shape
-  return run("pick", [new(weights, T, dtype=dtypes.int32)], [weights, seed, pos], T=T, V=V, USE=use, OFFSET=offset)[0]
+  return run("pick", [new(weights, T, dtype=dtypes.int32)], [weights, seed, at], T=T, B=at.shape[1], V=V, USE=use, OFFSET=offset)[0]
 
 def markov(base: Tensor, row: int, w1: Weight | Tensor, w2: Weight | Tensor, token: Tensor) -> Tensor:
-  w1, w2 = as_weight(w1), as_weight(w2)
+  w1, w2, B = as_weight(w1), as_weight(w2), token.shape[0]
   assert w1.kind == w2.kind
   V, R = w2.data.shape
-  return run("markov", [new(base, 1, V)], [base, w1.data, w2.data, token], V=V, R=R, ROW=row, HALF=int(w1.kind == "BF16"))[0]
+  return run("markov", [new(base, B, V)], [base, w1.data, w2.data, token], B=B, K=base.shape[0] // B, V=V, R=R, ROW=row,
+             HALF=int(w1.kind == "BF16"))[0]

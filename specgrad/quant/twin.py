@@ -2,9 +2,14 @@
 
 Tensors between operations are float32. With w4a8 they hold what the official code would: values rounded to bfloat16 after
 each operation, inputs of quantised products rounded to e4m3 in groups of 128, caches that store fp8 and fp4 bytes. Without
-it nothing is rounded. Fast kernels repeat these names and signatures (cpu.py). Positions are read on the device from `pos` int32 (1,), the
-absolute position of a call's first row; nothing here keeps a length. Rows that a query may not see can hold NaN: they are
-left out by selection, never by multiplying with zero."""
+it nothing is rounded. Fast kernels repeat these names and signatures (cpu.py).
+
+A call's T rows are B sequences of T/B rows each, one sequence after the other. `at` int32 (2, B) is read on the device: row 0
+has the absolute position of each sequence's first row, row 1 the slot of the caches (their first axis) in which the
+sequence lives; the slots of a call are distinct, and nothing here keeps a length. No row depends on B, on other sequences
+or on the slot. Rows that a query may not see can hold NaN: they are left out by selection, never by multiplying with zero.
+
+Where entries are spread over `ranks` devices, entry j is kept by device j % ranks alone, in row j // ranks."""
 import functools
 import math
 from typing import NamedTuple
@@ -38,18 +43,23 @@ def rnd(x: Tensor, w4a8: bool) -> Tensor: return formats.bf16(x) if w4a8 else x
 
 def count(n: int) -> Tensor: return Tensor.arange(n, dtype=dtypes.int32)
 
+def positions(at: Tensor, T: int) -> Tensor:
+  """int32 (2, B) -> int32 (B, T/B): the position of each row."""
+  return at[0].reshape(-1, 1) + count(T // at.shape[1]).reshape(1, -1)
+
 def embed(table: Weight | Tensor, ids: Tensor, streams: int) -> Tensor:
   """(V, D), int32 (T,) -> float32 (T, S, D): the token's row, once for every residual stream."""
   kind, data, _ = as_weight(table)
   return floats(Weight(kind, data[ids])).unsqueeze(1).expand(-1, streams, -1).contiguous()
 
-def rope_table(freqs: Tensor, pos: Tensor, n: int, stride: int = 1) -> Tensor:
-  """float32 (r/2,), int32 (1,) -> float32 (n, r/2, 2): cos and sin at the positions (pos // stride + i) * stride.
+def rope_table(freqs: Tensor, at: Tensor, n: int, stride: int = 1) -> Tensor:
+  """float32 (r/2,), int32 (2, B) -> float32 (n, r/2, 2): cos and sin at the positions (position // stride + i) * stride, n/B
+  of them for each sequence.
 
   The angle is a float32 product, as in the official code. cos x is formed as 1 - 2 sin^2(x/2): tinygrad's own cos adds
   pi/2 first, which rounds away at large angles."""
-  positions = (pos // stride + count(n)) * stride
-  angle = positions.cast(dtypes.float32).reshape(-1, 1) * freqs.reshape(1, -1)
+  where = positions(at // stride, n) * stride
+  angle = where.cast(dtypes.float32).reshape(-1, 1) * freqs.reshape(1, -1)
   half = (angle * 0.5).sin()
   return Tensor.stack(1 - 2 * half * half, angle.sin(), dim=-1).contiguous()
 
@@ -143,16 +153,23 @@ def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | 
   return rnd(routed + linear(rnd(swiglu(u), w4a8).contiguous(), shared_down, w4a8=w4a8), w4a8).contiguous()
 
 # ------------------------------------------------------------------------------------------------ caches and attention
-def _write_rows(buf: UOp, new: UOp, slot: UOp, *, ring: int) -> UOp:
-  t, c = UOp.range(new.shape[0], 0), UOp.range(new.shape[1], 1)
-  at = slot[0] + t.cast(dtypes.int)
-  return buf[(at % ring) if ring else at, c].store(new[t, c]).end(t, c).sink(arg=KernelInfo(name=f"write_rows_{ring}"))
+def _write_rows(buf: UOp, new: UOp, at: UOp, *, ring: int, rank: int, ranks: int) -> UOp:
+  per, t, c = new.shape[0] // at.shape[1], UOp.range(new.shape[0], 0), UOp.range(new.shape[1], 1)
+  row = at[0, t // per] + (t % per).cast(dtypes.int)
+  place = row % ring if ring else row if ranks == 1 else (row // ranks).valid((row % ranks).eq(rank))
+  return buf[at[1, t // per], place, c].store(new[t, c]).end(t, c).sink(arg=KernelInfo(name=f"write_rows_{ring}_{rank}_{ranks}"))
 
-def write_rows(buf: Tensor, new: Tensor, slot: Tensor, ring: int = 0) -> Tensor:
-  """(n, c), (T, c), int32 (1,) -> buf after rows slot..slot+T-1 (modulo `ring` if given) were overwritten in place.
+def write_rows(buf: Tensor, new: Tensor, at: Tensor, ring: int = 0, rank: int = 0, ranks: int = 1) -> Tensor:
+  """(S, n, c), (T, c), int32 (2, B) -> buf after row i of sequence b went, in place, to slot at[1, b], row at[0, b] + i, which is
+  taken modulo `ring` if given. With several ranks only the rows that this one keeps are written.
 
-  A kernel that reads the slot from memory: assigning through a mask would rewrite the whole buffer each step."""
-  return Tensor.custom_kernel(buf, new.contiguous(), slot.contiguous(), fxn=functools.partial(_write_rows, ring=ring))[0]
+  A kernel that reads the place from memory: assigning through a mask would rewrite the whole buffer each step."""
+  fxn = functools.partial(_write_rows, ring=ring, rank=rank, ranks=ranks)
+  return Tensor.custom_kernel(buf, new.contiguous(), at.contiguous(), fxn=fxn)[0]
+
+def kept(n: int, rank: int, ranks: int) -> int:
+  """How many of n entries a device keeps; 1 where it is none, and then that one is never visible."""
+  return max(1, (n - rank + ranks - 1) // ranks)
 
 def row_bytes(d: int, r: int) -> int:
   """Bytes of a cached row with w4a8: d-r channels as e4m3, r as bfloat16, an e8m0 code for 64 of the former; padded to 4."""
@@ -171,12 +188,12 @@ def encode_rows(x: Tensor, r: int) -> Tensor:
   return codes.cat(tail, scale, dim=1).pad(((0, 0), (0, row_bytes(d, r) - (d + r + scale.shape[1]))))
 
 def decode_rows(rows: Tensor, d: int, r: int) -> Tensor:
-  """A cache's rows -> float32 (n, d): as they are, or decoded from uint8 (n, row_bytes)."""
+  """A cache's rows -> float32 (..., d): as they are, or decoded from uint8 (..., row_bytes)."""
   if rows.dtype != dtypes.uint8: return rows
-  scale = rows[:, d + r:d + r + -(-(d - r) // 64)]
-  head = formats.decode_e4m3(rows[:, :d - r]) * formats.decode_e8m0(scale).repeat_interleave(64, -1)[:, :d - r]
-  tail = rows[:, d - r:d + r].reshape(-1, r, 2).cast(dtypes.uint32)
-  return head.cat(((tail[..., 0] << 16) | (tail[..., 1] << 24)).bitcast(dtypes.float32), dim=1).contiguous()
+  scale = rows[..., d + r:d + r + -(-(d - r) // 64)]
+  head = formats.decode_e4m3(rows[..., :d - r]) * formats.decode_e8m0(scale).repeat_interleave(64, -1)[..., :d - r]
+  tail = rows[..., d - r:d + r].reshape(*rows.shape[:-1], r, 2).cast(dtypes.uint32)
+  return head.cat(((tail[..., 0] << 16) | (tail[..., 1] << 24)).bitcast(dtypes.float32), dim=-1).contiguous()
 
 def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None, index: bool = False, w4a8: bool = False) -> Tensor:
   """float32 (T, H*d), (T, r/2, 2) -> (T, H, d): rotary embedding, after each head's rms without a weight unless eps is none.
@@ -191,35 +208,37 @@ def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None, index: boo
   q = rotate(q, rope, w4a8=w4a8).contiguous()
   return formats.roundtrip_e2m1(rnd(formats.hadamard(q), w4a8).contiguous()).contiguous() if index and w4a8 else q
 
-def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float, w4a8: bool = False) -> Tensor:
-  """ring (n, d) float32, or uint8 (n, row_bytes) with w4a8, in place; float32 (T, d), (d,), (T, r/2, 2), int32 (1,) -> ring
-  after position p's row went to slot p mod n."""
+def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, at: Tensor, eps: float, w4a8: bool = False) -> Tensor:
+  """ring (S, n, d) float32, or uint8 (S, n, row_bytes) with w4a8, in place; float32 (T, d), (d,), (T, r/2, 2), int32 (2, B) -> ring
+  after position p's row went to place p mod n of its sequence's slot."""
   row = rotate(rnd(rms(kv, eps) * norm, w4a8), rope, w4a8=w4a8).contiguous()
-  return write_rows(ring, encode_rows(row, rope.shape[1] * 2) if w4a8 else row, pos, ring.shape[0])
+  return write_rows(ring, encode_rows(row, rope.shape[1] * 2) if w4a8 else row, at, ring.shape[1])
 
 def kv_rows(kv: Tensor, norm: Tensor, rope: Tensor, eps: float, w4a8: bool = False) -> Tensor:
   """float32 (T, d), (d,), (T, r/2, 2) -> (T, d): what a reader would find after kv_write."""
   row, r = rotate(rnd(rms(kv, eps) * norm, w4a8), rope, w4a8=w4a8).contiguous(), rope.shape[1] * 2
   return (formats.roundtrip_e4m3(row[:, :-r].contiguous(), group=64).cat(row[:, -r:], dim=1) if w4a8 else row).contiguous()
 
-def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float,
-             index: bool = False, w4a8: bool = False) -> tuple[Tensor, Tensor]:
-  """float32 (n, 2w), (C, d) in place, (T, 2w), (R, w), (d,), (blocks, r/2, 2), int32 (1,) -> ring, entries.
+def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, at: Tensor, eps: float,
+             index: bool = False, rank: int = 0, ranks: int = 1, w4a8: bool = False) -> tuple[Tensor, Tensor]:
+  """float32 (S, n, 2w), (S, C, d) in place, (T, 2w), (R, w), (d,), (B*blocks, r/2, 2), int32 (2, B) -> ring, entries.
 
   Each row of `proj` is a key and a gate of width w; w = 2d means that blocks overlap: entry j pools block j-1 through the
   first d channels and block j through the last, with a softmax of its own in every channel. Blocks that the rows only
   begin are written here too, from stale rows: no query sees them before they are finished, and then they are rewritten.
-  With w4a8 entries hold bytes: encoded rows or, for an indexer (`index`), its keys after the Hadamard matrix."""
-  R, d, n = ape.shape[0], norm.shape[0], ring.shape[0]
+  With w4a8 entries hold bytes: encoded rows or, for an indexer (`index`), its keys after the Hadamard matrix. The ring is
+  whole on every rank."""
+  R, d, n, B = ape.shape[0], norm.shape[0], ring.shape[1], at.shape[1]
   w = ape.shape[1]
-  gates = proj[:, w:] + ape[(pos + count(proj.shape[0])) % R]
-  ring = write_rows(ring, proj[:, :w].cat(gates, dim=-1), pos, n)
-  block = pos // R + count(rope.shape[0])
-  slot = (block * R).reshape(-1, 1) + count(R).reshape(1, -1)
-  own = ring[slot % n]                                                                        # (blocks, R, 2w)
+  gates = proj[:, w:] + ape[positions(at, proj.shape[0]).reshape(-1) % R]
+  ring = write_rows(ring, proj[:, :w].cat(gates, dim=-1), at, n)
+  block = positions(at // R, rope.shape[0]).reshape(-1, 1)                                    # (B*blocks, 1)
+  place = block * R + count(R).reshape(1, -1)
+  slot = at[1].reshape(B, 1, 1).expand(B, rope.shape[0] // B, R).reshape(-1, R)
+  own = ring[slot, place % n]                                                                 # (B*blocks, R, 2w)
   if w == 2 * d:
-    before = ring[(slot + n - R) % n]
-    first = (block == 0).reshape(-1, 1, 1)                 # block 0 has no predecessor
+    before = ring[slot, (place + n - R) % n]
+    first = (block == 0).unsqueeze(-1)                     # block 0 has no predecessor
     k = first.where(0, before[..., :d]).cat(own[..., d:w], dim=1)
     g = first.where(-math.inf, before[..., w:w + d]).cat(own[..., w + d:], dim=1)
   else: k, g = own[..., :w], own[..., w:]
@@ -229,50 +248,114 @@ def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Ten
     codes, scale = formats.quantise_e2m1(rnd(formats.hadamard(new), w4a8).contiguous())
     new = codes.cat(scale, dim=1)
   elif w4a8: new = encode_rows(new, rope.shape[1] * 2)
-  return ring, write_rows(entries, new, pos // R)
+  return ring, write_rows(entries, new, (at[0] // R).stack(at[1]), rank=rank, ranks=ranks)
 
-def index_topk(q: Tensor, keys: Tensor, weight: Tensor, pos: Tensor, n: int, k: int, ratio: int,
-               w4a8: bool = False) -> Tensor:
-  """float32 (T, H, d), (C, d) or keys, (T, H), int32 (1,) -> bool (T, n): which of the first n entries each row attends to.
+def _visible(at: Tensor, T: int, n: int, ratio: int, rank: int = 0, ranks: int = 1) -> Tensor:
+  """bool (T, kept): which of a rank's entries among the first n are finished at or before each row's position."""
+  j = (count(kept(n, rank, ranks)) * ranks + rank).reshape(1, -1)
+  return (j < (positions(at, T).reshape(-1, 1) + 1) // ratio) & (j < n)
+
+def _scores(q: Tensor, keys: Tensor, weight: Tensor, at: Tensor, visible: Tensor, w4a8: bool) -> tuple[Tensor, Tensor]:
+  """float32 (T, m), -inf where not visible, and int32 (T, m): how many of the row's scores are better; of equals the earlier."""
+  T, H, d = q.shape
+  m, B = visible.shape[1], at.shape[1]
+  rows = keys[at[1], :m]
+  if w4a8: rows = formats.dequantise_e2m1(rows[..., :d // 2], rows[..., d // 2:]).contiguous()
+  share = rnd(weight * (H * d) ** -0.5, w4a8).reshape(B, T // B, H, 1)
+  products = rnd(q.reshape(B, T // B, H, d) @ rows.unsqueeze(1).transpose(-1, -2), w4a8)
+  s = visible.where(rnd(rnd(products.relu() * share, w4a8).sum(2), w4a8).reshape(T, m), -math.inf).contiguous()
+  mine, other, i, j = s.unsqueeze(2), s.unsqueeze(1), count(m).reshape(1, m, 1), count(m).reshape(1, 1, m)
+  return s, ((other > mine) | ((other == mine) & (j < i))).cast(dtypes.int32).sum(-1)
+
+def index_topk(q: Tensor, keys: Tensor, weight: Tensor, at: Tensor, n: int, k: int, ratio: int, w4a8: bool = False) -> Tensor:
+  """float32 (T, H, d), (S, C, d) or keys, (T, H), int32 (2, B) -> bool (T, n): which of the first n entries each row attends to.
 
   The k best of the visible ones (finished at or before the row's position) by sum over heads of relu(q . key) * weight,
   weight times (d*H)^-1/2; of equals the lower index wins. The official Hadamard rotation of both sides cancels where
   nothing is rounded."""
-  visible = count(n).reshape(1, -1) < (pos + count(q.shape[0]) + 1).reshape(-1, 1) // ratio
-  d = q.shape[2]
-  k_rows = formats.dequantise_e2m1(keys[:n, :d // 2], keys[:n, d // 2:]).contiguous() if w4a8 else keys[:n]
-  share = rnd(weight * (q.shape[1] * d) ** -0.5, w4a8).unsqueeze(-1)
-  s = rnd(rnd(rnd(q @ k_rows.T, w4a8).relu() * share, w4a8).sum(1), w4a8)
-  s = visible.where(s, -math.inf).contiguous()
-  mine, other, i, j = s.unsqueeze(2), s.unsqueeze(1), count(n).reshape(1, n, 1), count(n).reshape(1, 1, n)
-  rank = ((other > mine) | ((other == mine) & (j < i))).cast(dtypes.int32).sum(-1)
-  return ((rank < k) & visible).contiguous()
+  visible = _visible(at, q.shape[0], n, ratio)
+  return ((_scores(q, keys, weight, at, visible, w4a8)[1] < k) & visible).contiguous()
 
-def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, pos: Tensor,
+def index_best(q: Tensor, keys: Tensor, weight: Tensor, at: Tensor, n: int, k: int, ratio: int, rank: int, ranks: int,
+               w4a8: bool = False) -> Tensor:
+  """As index_topk of the entries that this rank keeps -> float32 (T, 2, k): scores of the k best, best first, -inf where there
+  are fewer, and behind them their numbers j (float32 is exact below 2^24), which mean nothing where there is none."""
+  visible = _visible(at, q.shape[0], n, ratio, rank, ranks)
+  s, better = _scores(q, keys, weight, at, visible, w4a8)
+  hot = ((better.unsqueeze(1) == count(k).reshape(1, k, 1)) & visible.unsqueeze(1)).contiguous()  # (T, k, m)
+  ids = (count(s.shape[1]) * ranks + rank).cast(dtypes.float32).reshape(1, 1, -1)
+  return Tensor.stack(hot.where(s.unsqueeze(1), -math.inf).max(-1), hot.where(ids, 0).sum(-1), dim=1).contiguous()
+
+def index_choose(best: tuple[Tensor, ...], n: int, k: int, rank: int, ranks: int) -> Tensor:
+  """The lists (T, 2, k) that index_best gave on each rank -> bool (T, kept): which of this rank's entries are among the k best of
+  all, which are those of index_topk."""
+  every = best[0].cat(*best[1:], dim=2) if ranks > 1 else best[0]
+  s, j, own, i = *(every[:, c].unsqueeze(1) for c in (0, 1)), *(best[rank][:, c].unsqueeze(2) for c in (0, 1))
+  chosen = (((s > own) | ((s == own) & (j < i))).cast(dtypes.int32).sum(-1) < k) & (own.squeeze(2) > -math.inf)  # (T, k)
+  ids = (count(kept(n, rank, ranks)) * ranks + rank).cast(dtypes.float32).reshape(1, 1, -1)
+  return ((i == ids) & chosen.unsqueeze(2)).max(1).contiguous()
+
+def _window(ring: Tensor, at: Tensor, T: int, window: int) -> Tensor:
+  """bool (T, n): which places of a sequence's ring hold one of the `window` positions up to each row's, when all T are written."""
+  row, n = positions(at, T).unsqueeze(-1), ring.shape[1]
+  last = row[:, -1:]
+  held = last - (last - count(n).reshape(1, 1, -1) + n) % n                                   # newest position in a place
+  return ((held >= 0) & (held <= row) & (held > row - window)).reshape(T, n)
+
+def _share(q: Tensor, parts: list[tuple[Tensor, Tensor]], w4a8: bool) -> tuple[Tensor, Tensor, Tensor]:
+  """(T, H, d), pairs of rows (B, m, d) and who sees them (T, m) -> a share of a softmax: sum of exp(s - top) * row, top, sum of
+  exp(s - top), (T, H, d) and (T, H, 1) twice."""
+  T, H, d = q.shape
+  B = parts[0][0].shape[0]
+  groups, sees = q.reshape(B, T // B, H, d), [see.reshape(B, T // B, 1, -1) for _, see in parts]
+  scores = [see.where((groups @ rows.unsqueeze(1).transpose(-1, -2)) * d ** -0.5, -math.inf) for (rows, _), see in zip(parts, sees)]
+  top = functools.reduce(Tensor.maximum, [s.max(-1, keepdim=True) for s in scores]).contiguous()
+  exps = [see.where((s - top).exp(), 0).contiguous() for s, see in zip(scores, sees)]
+  total = functools.reduce(Tensor.add, [e.sum(-1, keepdim=True) for e in exps])
+  mixed = functools.reduce(Tensor.add, [see.unsqueeze(-1).where(rnd(e, w4a8).unsqueeze(-1) * rows.reshape(B, 1, 1, -1, d), 0).sum(3)
+                                        for e, (rows, _), see in zip(exps, parts, sees)])
+  return mixed.reshape(T, H, d), top.reshape(T, H, 1), total.reshape(T, H, 1)
+
+def _finish(mixed: Tensor, top: Tensor, total: Tensor, sink: Tensor, rope: Tensor, w4a8: bool) -> Tensor:
+  total = total + (sink.reshape(1, -1, 1) - top).exp()
+  return rotate(rnd(mixed / total, w4a8), rope, inverse=True, w4a8=w4a8).contiguous()
+
+def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, at: Tensor,
            window: int, n: int, ratio: int, w4a8: bool = False) -> Tensor:
-  """float32 (T, H, d), (ring, d), (C, d) or none, bool (T, n) or none, (H,), (T, r/2, 2), int32 (1,) -> (T, H, d).
+  """float32 (T, H, d), (S, ring, d), (S, C, d) or none, bool (T, n) or none, (H,), (T, r/2, 2), int32 (2, B) -> (T, H, d).
 
   One softmax over the last `window` positions and the first n entries that are chosen (none: every finished one); each
   row is key and value. The sink only enlarges the denominator. The result is rotated back by the row's position."""
   T, _, d = q.shape
   r = rope.shape[1] * 2
-  row, last = (pos + count(T)).reshape(-1, 1), pos + (T - 1)
-  held = (last - (last - count(ring.shape[0]) + ring.shape[0]) % ring.shape[0]).reshape(1, -1)  # newest position in a slot
-  parts = [(decode_rows(ring, d, r), (held >= 0) & (held <= row) & (held > row - window))]
+  parts = [(decode_rows(ring[at[1]], d, r), _window(ring, at, T, window))]
   if entries is not None and n:
-    parts.append((decode_rows(entries[:n], d, r), count(n).reshape(1, -1) < (row + 1) // ratio if chosen is None else chosen))
-  return _softmax_rows(q, parts, sink, rope, w4a8)
+    parts.append((decode_rows(entries[at[1], :n], d, r), _visible(at, T, n, ratio) if chosen is None else chosen))
+  return _finish(*_share(q, parts, w4a8), sink, rope, w4a8)
 
-def _softmax_rows(q: Tensor, parts: list[tuple[Tensor, Tensor]], sink: Tensor, rope: Tensor,
-                  w4a8: bool) -> Tensor:
-  T, _, d = q.shape
-  scores = [see.unsqueeze(1).where((q @ rows.T) * d ** -0.5, -math.inf) for rows, see in parts]
-  top = functools.reduce(Tensor.maximum, [s.max(-1, keepdim=True) for s in scores]).contiguous()
-  exps = [(s - top).exp().contiguous() for s in scores]
-  total = functools.reduce(Tensor.add, [e.sum(-1, keepdim=True) for e in exps]) + (sink.reshape(1, -1, 1) - top).exp()
-  mixed = [see.reshape(T, 1, -1, 1).where(rnd(e, w4a8).unsqueeze(-1) * rows.reshape(1, 1, -1, d), 0).sum(2)
-           for e, (rows, see) in zip(exps, parts)]
-  return rotate(rnd(functools.reduce(Tensor.add, mixed) / total, w4a8), rope, inverse=True, w4a8=w4a8).contiguous()
+def attend_part(q: tuple[Tensor, ...], ring: Tensor, entries: Tensor | None, chosen: Tensor | None, at: Tensor, window: int, n: int,
+                ratio: int, rank: int, r: int, w4a8: bool = False) -> tuple[Tensor, ...]:
+  """The heads of every rank (T, h, d), the ring, this rank's entries (S, C, d) or none, bool (T, kept) or none, int32 (2, B) -> for
+  each of them (T, h, d+2): this rank's share of attend, which is the sum of exp(s - top) * row, top, and the sum of
+  exp(s - top). Entries count for all heads, the window for this rank's own; zeros, -inf and 0 where nothing is visible.
+  n and ratio as in attend, r: rotated channels of a cached row."""
+  T, _, d = q[0].shape
+  made = []
+  far = [] if entries is None or not n else [(decode_rows(entries[at[1], :kept(n, rank, len(q))], d, r),
+                                              _visible(at, T, n, ratio, rank, len(q)) if chosen is None else chosen)]
+  for i, heads in enumerate(q):
+    near = [(decode_rows(ring[at[1]], d, r), _window(ring, at, T, window) & (i == rank))] if i == rank or not far else []
+    made.append(Tensor.cat(*_share(heads, near + far, w4a8), dim=2).contiguous())
+  return tuple(made)
+
+def attend_merge(parts: tuple[Tensor, ...], sink: Tensor, rope: Tensor, w4a8: bool = False) -> Tensor:
+  """What attend_part gave on each rank for the same heads (T, h, d+2), in the order of ranks, (h,), (T, r/2, 2) -> (T, h, d)."""
+  tops = [p[..., -2:-1] for p in parts]
+  top = functools.reduce(Tensor.maximum, tops).contiguous()
+  shares = [(t - top).exp() for t in tops]
+  mixed = functools.reduce(Tensor.add, [w * p[..., :-2] for w, p in zip(shares, parts)])
+  total = functools.reduce(Tensor.add, [w * p[..., -1:] for w, p in zip(shares, parts)])
+  return _finish(mixed, top, total, sink, rope, w4a8)
 
 # ------------------------------------------------------------------------------------------------ router
 def softplus(z: Tensor) -> Tensor:
@@ -317,53 +400,63 @@ def mix(h: Tensor) -> Tensor:
   return h ^ (h >> 16)
 
 def probs(logits: Tensor, settings: Tensor) -> Tensor:
-  """float32 (T, V), (4,) = temperature (above 0), top_p, top_k, min_p -> float32 (T, V): the law a token is drawn from.
+  """float32 (T, V), (B, 4) = temperature, top_p, top_k, min_p of each sequence -> float32 (T, V): the law a token is drawn from.
 
   Temperature first; then the top_k largest (0: all; equals of the last one stay), the smallest set of largest ones with
   top_p of the remaining mass (equals stay), and those with min_p of the largest's probability. A row that can't be drawn
-  from (NaN, infinite, nothing finite) is NaN throughout."""
+  from (NaN, infinite, nothing finite) is NaN throughout. Temperature 0 leaves the first of the largest alone."""
+  (T, V), B = logits.shape, settings.shape[0]
+  temperature, top_p, top_k, min_p = (settings[:, i].reshape(B, 1).expand(B, T // B).reshape(T, 1) for i in range(4))
   top = logits.max(1, keepdim=True)
-  least = (settings[2] > 0).where(_threshold(logits, Tensor.ones_like(logits), settings[2].maximum(1)), -math.inf)
-  weight = (logits >= least).where(((logits - top) / settings[0]).exp(), 0).contiguous()
-  nucleus = _threshold(logits, weight, settings[1] * weight.sum(1, keepdim=True))
-  least = (settings[1] < 1).where(least.maximum(nucleus), least)
-  weight = ((logits >= least) & (weight >= settings[3])).where(weight, 0).contiguous()
-  return (argmax(logits).reshape(-1, 1) < 0).where(math.nan, weight / weight.sum(1, keepdim=True)).contiguous()
+  least = (top_k > 0).where(_threshold(logits, Tensor.ones_like(logits), top_k.maximum(1)), -math.inf)
+  weight = (logits >= least).where(((logits - top) / temperature).exp(), 0).contiguous()
+  nucleus = _threshold(logits, weight, top_p * weight.sum(1, keepdim=True))
+  least = (top_p < 1).where(least.maximum(nucleus), least)
+  weight = ((logits >= least) & (weight >= min_p)).where(weight, 0).contiguous()
+  best = argmax(logits).reshape(-1, 1)
+  law = (temperature > 0).where(weight / weight.sum(1, keepdim=True), (count(V).reshape(1, -1) == best).cast(dtypes.float32))
+  return (best < 0).where(math.nan, law).contiguous()
 
-def _hash(seed: Tensor, pos: Tensor, n: int, use: int) -> Tensor:
+def _hash(seed: Tensor, at: Tensor, n: int, use: int, offset: int = 0) -> Tensor:
+  """int32 (B, 2), (2, B) -> uint32 (B, n)."""
   u32 = dtypes.uint32
-  return mix(mix(mix(mix(seed[0].cast(u32)) ^ seed[1].cast(u32)) + (pos + count(n) + 1).cast(u32)) + use)
+  where = (positions(at, n * at.shape[1]) + (1 + offset)).cast(u32)
+  return mix(mix(mix(mix(seed[:, :1].cast(u32)) ^ seed[:, 1:].cast(u32)) + where) + use)
 
 def _unit(h: Tensor) -> Tensor: return (h >> 8).cast(dtypes.float32) * 2.0 ** -24 + 2.0 ** -25
 
-def uniforms(seed: Tensor, pos: Tensor, n: int, use: int) -> Tensor:
-  """int32 (2,), int32 (1,) -> float32 (n,) inside (0, 1): one number for each of the positions pos+1 .. pos+n and use."""
-  return _unit(_hash(seed, pos, n, use)).contiguous()
+def uniforms(seed: Tensor, at: Tensor, n: int, use: int) -> Tensor:
+  """int32 (B, 2), (2, B) -> float32 (B, n) inside (0, 1): one number for each of a sequence's positions p+1 .. p+n and use."""
+  return _unit(_hash(seed, at, n, use)).contiguous()
 
-def pick(weights: Tensor, seed: Tensor, pos: Tensor, use: int = 0, offset: int = 0) -> Tensor:
-  """float32 (T, V), int32 (2,), int32 (1,) -> int32 (T,): row t's token for position pos+1+offset+t, by its weights.
+def pick(weights: Tensor, seed: Tensor, at: Tensor, use: int = 0, offset: int = 0) -> Tensor:
+  """float32 (T, V), int32 (B, 2), (2, B) -> int32 (T,): a sequence's row i has the token for position p+1+offset+i, by its weights.
 
   Gumbel-max, so that weights need no sum of one; the noise is a hash of (seed, absolute position, use, token): a run
   repeats exactly, and rows don't influence each other. -1 where a weight is NaN or none is above zero."""
-  T, V = weights.shape
-  u = _unit(mix(_hash(seed, pos + offset, T, use).reshape(T, 1) + count(V).cast(dtypes.uint32).reshape(1, V) * 0x9e3779b9))
+  (T, V), B = weights.shape, at.shape[1]
+  h = _hash(seed, at, T // B, use, offset).reshape(T, 1)
+  u = _unit(mix(h + count(V).cast(dtypes.uint32).reshape(1, V) * 0x9e3779b9))
   noisy = (weights > 1e-37).where(weights.maximum(1e-37).log() - (-u.log()).log(), -math.inf).contiguous()
   dead = weights.isnan().max(1) | (noisy.max(1) == -math.inf)
   return dead.where(-1, noisy.argmax(1).cast(dtypes.int32)).cast(dtypes.int32).contiguous()
 
 # ------------------------------------------------------------------------------------------------ block draft
 def markov(base: Tensor, row: int, w1: Weight | Tensor, w2: Weight | Tensor, token: Tensor) -> Tensor:
-  """float32 (K, V), (V, r), (V, r), int32 (1,) -> float32 (1, V): row `row` of base, biased by the token before it."""
+  """float32 (B*K, V), (V, r), (V, r), int32 (B,) -> float32 (B, V): row `row` of each sequence's base, biased by the token before it."""
   e = floats(Weight(as_weight(w1).kind, as_weight(w1).data[token.maximum(0)]))
-  return (base[row:row + 1] + e @ floats(w2).T).contiguous()
+  return (base.reshape(token.shape[0], -1, base.shape[1])[:, row] + e @ floats(w2).T).contiguous()
 
-def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, pos: Tensor, window: int,
+def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, at: Tensor, window: int,
                  w4a8: bool = False) -> Tensor:
-  """float32 (T, H, d), (ring, d), (T, d), (H,), (T, r/2, 2), int32 (1,) -> (T, H, d).
+  """float32 (T, H, d), (S, ring, d), (T, d), (H,), (T, r/2, 2), int32 (2, B) -> (T, H, d).
 
-  As attend, but every row sees the `window` positions before pos (of `ring`) and all T rows of the block, later ones too."""
-  last = pos - 1
-  held = (last - (last - count(ring.shape[0]) + ring.shape[0]) % ring.shape[0]).reshape(1, -1)
-  seen = ((held >= 0) & (held >= pos - window)).expand(q.shape[0], -1)
-  whole = (count(q.shape[0]) >= 0).reshape(1, -1).expand(q.shape[0], -1)
-  return _softmax_rows(q, [(decode_rows(ring, q.shape[2], rope.shape[1] * 2), seen), (block, whole)], sink, rope, w4a8)
+  As attend, but every row sees the `window` positions before its sequence's first (of `ring`) and all rows of its own
+  sequence's block, later ones too."""
+  (T, _, d), B, n = q.shape, at.shape[1], ring.shape[1]
+  first = at[0].reshape(B, 1, 1)
+  held = first - 1 - (first - 1 - count(n).reshape(1, 1, -1) + n) % n
+  seen = ((held >= 0) & (held >= first - window)).expand(B, T // B, n).reshape(T, n)
+  whole = (count(T // B) >= 0).reshape(1, -1).expand(T, -1)
+  parts = [(decode_rows(ring[at[1]], d, rope.shape[1] * 2), seen), (block.reshape(B, -1, d), whole)]
+  return _finish(*_share(q, parts, w4a8), sink, rope, w4a8)
