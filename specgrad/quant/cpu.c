@@ -177,11 +177,12 @@ static inline void rotate(float* x, const float* table, int r, float sign) {    
   }
 }
 
-#ifdef KERNEL_embed    // out (T,S,D); table (V,D), ids (T,)
+#ifdef KERNEL_embed    // out (T,S,D); table (V,D) from id FIRST on, ids (T,)
 void NAME(float* restrict out, const void* restrict table, const int* restrict ids) {
   for (int t = 0; t < T; t++) for (int s = 0; s < S; s++) for (int d = 0; d < D; d++) {
-    i64 i = (i64)ids[t] * D + d;
-    out[((i64)t * S + s) * D + d] = HALF ? ((bits){ .u = (u32)((const unsigned short*)table)[i] << 16 }).f : ((const float*)table)[i];
+    int row = ids[t] - FIRST; i64 i = (i64)row * D + d, o = ((i64)t * S + s) * D + d;
+    if (row < 0 || row >= V) out[o] = 0;
+    else out[o] = HALF ? ((bits){ .u = (u32)((const unsigned short*)table)[i] << 16 }).f : ((const float*)table)[i];
   }
 }
 #endif

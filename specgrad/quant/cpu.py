@@ -46,10 +46,10 @@ def new(like: Tensor, *shape: int, dtype: DType = dtypes.float32) -> Tensor:
 def parts(weight: Weight) -> list[Tensor]:
   return [weight.data, weight.data if weight.scale is None else weight.scale]
 
-def embed(table: Weight | Tensor, ids: Tensor, streams: int) -> Tensor:
+def embed(table: Weight | Tensor, ids: Tensor, streams: int, first: int = 0) -> Tensor:
   table = as_weight(table)
-  T, D = ids.shape[0], table.data.shape[1]
-  return run("embed", [new(ids, T, streams, D)], [table.data, ids], T=T, S=streams, D=D, HALF=int(table.kind == "BF16"))[0]
+  T, (V, D) = ids.shape[0], table.data.shape
+  return run("embed", [new(ids, T, streams, D)], [table.data, ids], T=T, S=streams, D=D, V=V, FIRST=first, HALF=int(table.kind == "BF16"))[0]
 
 def rope_table(freqs: Tensor, at: Tensor, n: int, stride: int = 1) -> Tensor:
   r = freqs.shape[0] * 2

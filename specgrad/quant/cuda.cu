@@ -213,11 +213,14 @@ FN void row_put_e2m1(u8* out, OUT back, const float* row) {  // in groups of 32:
 #endif
 #endif
 
-#ifdef KERNEL_embed    // out (T,S,D); table (V,D), ids (T,). Grid: parts of a row, T
+#ifdef KERNEL_embed    // out (T,S,D); table (V,D) from id FIRST on, ids (T,). Grid: parts of a row, T
 KERNEL NAME(OUT out, const void* __restrict__ table, const int* __restrict__ ids) {
-  const int i = (blockIdx.x * THREADS + threadIdx.x) * VN; const i64 t = blockIdx.y, id = ids[t] < 0 ? ids[t] + V : ids[t];
+  const int i = (blockIdx.x * THREADS + threadIdx.x) * VN; const i64 t = blockIdx.y, id = ids[t] - FIRST;
   float a[VN];
   if (i >= D) return;
+  if (id < 0 || id >= V) {
+    for (int j = 0; j < VN; j++) a[j] = 0;
+  } else {
 #if HALF && VN == 4
   const uint2 v = *(const uint2*)((const unsigned short*)table + id * D + i);
   a[0] = of_bf16(v.x & 0xffffu); a[1] = of_bf16(v.x >> 16); a[2] = of_bf16(v.y & 0xffffu); a[3] = of_bf16(v.y >> 16);
@@ -226,6 +229,7 @@ KERNEL NAME(OUT out, const void* __restrict__ table, const int* __restrict__ ids
 #else
   load_vec(a, (const float*)table + id * D + i);
 #endif
+  }
 #pragma unroll
   for (int s = 0; s < S; s++) store_vec(out + (t * S + s) * D + i, a);
 }

@@ -62,11 +62,11 @@ def _threads(n: int, most: int = 1024) -> int: return min(most, _parts(n, 32) * 
 
 def _vec(n: int) -> int: return 4 if n % 4 == 0 else 1
 
-def embed(table: Weight | Tensor, ids: Tensor, streams: int) -> Tensor:
+def embed(table: Weight | Tensor, ids: Tensor, streams: int, first: int = 0) -> Tensor:
   table = as_weight(table)
   T, (V, D) = ids.shape[0], table.data.shape
   per = _vec(D) * 128
-  return _run("embed", [_new(ids, T, streams, D)], [table.data, ids], (_parts(D, per), T), 128, V=V, S=streams, D=D,
+  return _run("embed", [_new(ids, T, streams, D)], [table.data, ids], (_parts(D, per), T), 128, V=V, FIRST=first, S=streams, D=D,
               HALF=int(table.kind == "BF16"))[0]
 
 def rope_table(freqs: Tensor, pos: Tensor, n: int, stride: int = 1) -> Tensor:

@@ -47,10 +47,14 @@ def positions(at: Tensor, T: int) -> Tensor:
   """int32 (2, B) -> int32 (B, T/B): the position of each row."""
   return at[0].reshape(-1, 1) + count(T // at.shape[1]).reshape(1, -1)
 
-def embed(table: Weight | Tensor, ids: Tensor, streams: int) -> Tensor:
-  """(V, D), int32 (T,) -> float32 (T, S, D): the token's row, once for every residual stream."""
+def embed(table: Weight | Tensor, ids: Tensor, streams: int, first: int = 0) -> Tensor:
+  """(V, D), int32 (T,) -> float32 (T, S, D): the token's row, once for every residual stream. The table begins with the row
+  of id `first`; ids that it does not hold give zeros."""
   kind, data, _ = as_weight(table)
-  return floats(Weight(kind, data[ids])).unsqueeze(1).expand(-1, streams, -1).contiguous()
+  at = ids - first
+  held = ((at >= 0) & (at < data.shape[0])).reshape(-1, 1, 1)
+  row = floats(Weight(kind, data[at.clip(0, data.shape[0] - 1)])).unsqueeze(1)
+  return held.where(row, 0).expand(-1, streams, -1).contiguous()
 
 def rope_table(freqs: Tensor, at: Tensor, n: int, stride: int = 1) -> Tensor:
   """float32 (r/2,), int32 (2, B) -> float32 (n, r/2, 2): cos and sin at the positions (position // stride + i) * stride, n/B
