@@ -78,10 +78,10 @@ def linear(cuda: Any, x: Array, w: Stored, groups: int = 1, quantise: bool = Tru
   return cuda(cp.linear_launch(T, groups, N, K, w.kind, quantise, rounded), [empty(T, groups * N)], [laid, *w.parts()])[0]
 
 def experts(cuda: Any, x: Array, w13: Stored, w2: Stored, s13: Stored, s2: Stored, ids: Array, weights: Array, limit: float,
-            w4a8: bool, arch: str = "") -> Array:
+            w4a8: bool, arch: str = "", first: int = 0, rounded: bool = True) -> Array:
   (T, D), (E, I2), J, k = x.shape, w13.data.shape[:2], s13.data.shape[0] // 2, ids.shape[1]
   I, kind, shared = I2 // 2, w13.kind, s13.kind
-  plan_, up, middle, down, total = cp.expert_launches(T, D, E, I, J, k, limit, kind, shared, w4a8, arch)
+  plan_, up, middle, down, total = cp.expert_launches(T, D, E, I, J, k, limit, kind, shared, w4a8, arch, first, rounded)
 
   def laid(kind: str, rows: int, K: int) -> Array: return empty(cp.laid_size(kind, rows, K, w4a8, bool(arch)), dtype=np.uint16)
   plan = empty(1 + 10 * int(dict(plan_.sizes)["MOST_TILES"]) + T * k, dtype=np.int32)
@@ -124,9 +124,9 @@ def twin_linear(x: Array, w: Stored, groups: int = 1, quantise: bool = True) -> 
   magnitude = np.abs(twin.floats(w.weight()).numpy()).astype(float).reshape(groups, -1, x.shape[1] // groups)
   return got, np.einsum("tgk,gnk->tgn", np.abs(x.reshape(len(x), groups, -1)).astype(float), magnitude).reshape(len(x), -1)
 
-def twin_experts(x: Array, w: tuple[Stored, ...], ids: Array, weights: Array, limit: float, w4a8: bool) -> Array:
+def twin_experts(x: Array, w: tuple[Stored, ...], ids: Array, weights: Array, limit: float, w4a8: bool, **named: Any) -> Array:
   w13, w2, s13, s2 = (a.weight() for a in w)
-  return twin.experts(Tensor(x), w13, w2, s13, s2, Tensor(ids), Tensor(weights), limit, w4a8=w4a8).numpy()
+  return twin.experts(Tensor(x), w13, w2, s13, s2, Tensor(ids), Tensor(weights), limit, w4a8=w4a8, **named).numpy()
 
 def near(got: Array, want: Array) -> None:
   """Sums in another order: now and then a value is rounded to the other neighbour, and what is made of it differs."""
@@ -218,6 +218,21 @@ def test_block_scaled_experts(cuda: Any) -> None:
   want = twin_experts(x, (w13, w2, s13, s2), ids, weights, 7.0, True)
   near(got, plain)
   near(got, want)
+
+def test_experts_of_one_device(cuda: Any) -> None:
+  """Experts 2, 3, 4 of eight; not rounded at the end."""
+  for kind, shared, w4a8, D, I, J in (("F32", "F32", False, 40, 24, 16), ("FP4", "FP8", True, 128, 128, 128)):
+    x, w13, w2, s13, s2, ids, weights = expert_data(kind, shared, 9, D, 8, I, J, 2)
+    w = (Stored(kind, w13.data[2:5], None if w13.scale is None else w13.scale[2:5]),
+         Stored(kind, w2.data[2:5], None if w2.scale is None else w2.scale[2:5]), s13, s2)
+    assert ((ids < 2) | (ids > 4)).all(1).any() and (ids > 4).any() and (ids < 2).any()
+    got = experts(cuda, x, *w, ids, weights, 7.0, w4a8, first=2, rounded=False)
+    want = twin_experts(x, w, ids, weights, 7.0, w4a8, first=2, rounded=False)
+    if w4a8:
+      assert (np.abs(got - want) / np.abs(want).max(1, keepdims=True)).max() < 0.03 and (got != bf16(got)).mean() > 0.9
+    else: assert (np.abs(got - want) <= 5e-6 * np.abs(want).max(1, keepdims=True)).all()
+    some = experts(cuda, x[:4], *w, ids[:4], weights[:4], 7.0, w4a8, first=2, rounded=False)
+    assert some.tobytes() == got[:4].tobytes()
 
 def test_all_rows_choose_one_expert(cuda: Any) -> None:
   x, w13, w2, s13, s2, ids, weights = expert_data("F32", "F32", 21, 40, 4, 24, 16, 2)

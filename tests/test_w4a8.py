@@ -390,6 +390,44 @@ def test_an_expert_named_twice_counts_twice(ops: Any) -> None:
   shared = run(ops, "experts", x, *w, np.array([[3, 1]], np.int32), np.zeros((1, 2), np.float32), limit)[0]
   close(twice - shared, 2 * (once - shared), 0.02)
 
+def shares(x: Array, w13: Stored, w2: Stored, s13: Stored, s2: Stored, ids: Array, weights: Array, limit: float,
+           cuts: Sequence[int]) -> list[tuple[tuple[Any, ...], int]]:
+  """What each device gets, and the number of its first expert: experts from one of `cuts` up to the next, and as large a part
+  of the shared one's inner channels as the others have."""
+  def at(w: Stored, *index: Any) -> Stored: return Stored(w.kind, *(None if a is None else a[index].copy() for a in w[1:]))
+  n, J = len(cuts) - 1, s2.data.shape[-1] * (2 if s2.kind == "FP4" else 1)
+  found = []
+  for i, (a, b) in enumerate(zip(cuts, cuts[1:])):
+    rows = np.concatenate([np.arange(J)[i * J // n:(i + 1) * J // n] + half for half in (0, J)])
+    columns = Stored(s2.kind, *(None if c is None else c[:, c.shape[1] * i // n:c.shape[1] * (i + 1) // n].copy() for c in s2[1:]))
+    found.append(((x, at(w13, slice(a, b)), at(w2, slice(a, b)), at(s13, rows), columns, ids, weights, limit), a))
+  return found
+
+@BOTH
+@pytest.mark.parametrize("kind, shared, sizes, w4a8", [
+  ("F32", "F32", (24, 16, 8, 5, 3), False), ("FP4", "FP8", (128, 128, 256, 5, 3), True)])
+def test_shares_of_experts_add_up(ops: Any, kind: str, shared: str, sizes: tuple[int, ...], w4a8: bool) -> None:
+  """Experts 0, 1 and 2, 3, 4 on two devices, each with half of the shared one."""
+  whole = expert_args(kind, shared, *sizes)(9)
+  assert (whole[5] < 2).any() and (whole[5] >= 2).any()
+  parts = [run(ops, "experts", *args, first=first, rounded=False, w4a8=w4a8)[0] for args, first in shares(*whole, (0, 2, 5))]
+  exact = run(ops, "experts", *whole, rounded=False, w4a8=w4a8)[0]
+  close(parts[0] + parts[1], exact, 1e-6)
+  rounded = run(ops, "experts", *whole, w4a8=w4a8)[0]
+  if w4a8:
+    close(half(exact), rounded, 2 ** -7)
+    assert (half(exact) == rounded).mean() > 0.5 and (half(exact) != exact).mean() > 0.9
+  else: same(exact, rounded)
+
+@BOTH
+def test_experts_of_other_devices_count_for_nothing(ops: Any) -> None:
+  """Rows with none here, and numbers beyond both ends; then the shared expert is all there is."""
+  x, *w, ids, weights, limit = expert_args("FP4", "FP8", 128, 128, 128, 4, 2)(6)
+  alone = run(ops, "experts", x, *w, ids, weights * 0, limit, rounded=False)[0]
+  for first in (4, -4): same(run(ops, "experts", x, *w, ids, weights, limit, first=first, rounded=False)[0], alone)
+  moved = run(ops, "experts", x, *w, ids + 7, weights, limit, first=7)[0]
+  same(moved, run(ops, "experts", x, *w, ids, weights, limit)[0])
+
 @pytest.mark.parametrize("streams", [1, 4])
 def test_embed_of_bfloat16(streams: int) -> None:
   table, ids = as_stored("BF16", 1, 11, 5), np.random.default_rng(2).integers(0, 11, 33).astype(np.int32)

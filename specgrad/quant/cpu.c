@@ -749,6 +749,7 @@ void NAME(int* restrict ids, float* restrict weights, const float* restrict z, c
 #endif
 
 #ifdef KERNEL_experts  // out (T,D); x (T,D), w13 (E,2I,D), w2 (E,D,I), s13 (2J,D), s2 (D,J), each with scales; ids (T,TOPK), weights (T,TOPK)
+// Experts FIRST .. FIRST+E-1 are here. ROUND 0: a share of a sum over devices, without the roundings that follow the shared product
 #define MOST_ROWS (T * TOPK)                                // a row may name one expert twice
 DEFINE_MATMUL(routed, KIND)
 DEFINE_MATMUL(shared, SHARED)
@@ -769,7 +770,7 @@ static void ffn(const Job* job, int rows, int is_shared, Pair w, int inner) {
     prepare(t + r * inner, a, inner, kind, quantise);
   }
   (is_shared ? shared : routed)(v, D, t, rows, w.w2, w.s2, D, inner);
-  for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++) job[r].y[d] += rnd(v[r * D + d]);
+  for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++) job[r].y[d] += is_shared && !ROUND ? v[r * D + d] : rnd(v[r * D + d]);
 }
 void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, const u8* restrict w13s, const u8* restrict w2,
           const u8* restrict w2s, const u8* restrict s13, const u8* restrict s13s, const u8* restrict s2, const u8* restrict s2s,
@@ -779,7 +780,7 @@ void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, 
     Pair w = { w13 + e * 2 * I * bytes_of(KIND, D), w13s + e * 2 * I * scales_of(KIND, D), w2 + e * D * bytes_of(KIND, I), w2s + e * D * scales_of(KIND, I) };
     Job job[6]; int n = 0;
     for (int t = 0; t < T; t++) for (int k = 0; k < TOPK; k++) {
-      if (ids[t * TOPK + k] != e) continue;
+      if (ids[t * TOPK + k] != FIRST + e) continue;
       job[n++] = (Job){ out + (i64)t * D, x + (i64)t * D, weights[t * TOPK + k] };
       if (n == 6) { ffn(job, 6, 0, w, I); n = 0; }
     }
@@ -790,7 +791,7 @@ void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, 
     for (int r = 0; r < n; r++) job[r] = (Job){ out + (i64)(t + r) * D, x + (i64)(t + r) * D, 1.0f };
     ffn(job, n, 1, (Pair){ s13, s13s, s2, s2s }, J);
   }
-  if (W4A8) for (i64 i = 0; i < (i64)T * D; i++) out[i] = bf16(out[i]);
+  if (ROUND) for (i64 i = 0; i < (i64)T * D; i++) out[i] = bf16(out[i]);
 }
 #endif
 

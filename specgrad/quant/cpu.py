@@ -86,14 +86,14 @@ def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool =
              QUANTISE=int(quantise), ROUND=int(rounded and w4a8))[0]
 
 def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | Tensor, s2: Weight | Tensor, ids: Tensor,
-            weights: Tensor, limit: float, w4a8: bool = False) -> Tensor:
+            weights: Tensor, limit: float, first: int = 0, rounded: bool = True, w4a8: bool = False) -> Tensor:
   T, D = x.shape
   w13, w2, s13, s2 = (as_weight(w) for w in (w13, w2, s13, s2))
   E, I, J = w13.data.shape[0], w13.data.shape[1] // 2, s13.data.shape[0] // 2
   assert (w13.kind, s13.kind) == (w2.kind, s2.kind), "one format for all of an expert"
   ins = [x, *parts(w13), *parts(w2), *parts(s13), *parts(s2), ids, weights]
   return run("experts", [new(x, T, D)], ins, T=T, D=D, E=E, I=I, J=J, K_MOST=max(D, I, J), TOPK=ids.shape[1], LIMIT=float(limit),
-             KIND=w13.kind, SHARED=s13.kind, W4A8=int(w4a8))[0]
+             KIND=w13.kind, SHARED=s13.kind, FIRST=first, ROUND=int(rounded and w4a8), W4A8=int(w4a8))[0]
 
 def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None, index: bool = False, w4a8: bool = False) -> Tensor:
   T, D, r = q.shape[0], q.shape[1] // heads, rope.shape[1] * 2

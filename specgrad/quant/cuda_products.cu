@@ -360,8 +360,9 @@ ENTRY void __launch_bounds__(WARPS * 32) NAME(float* __restrict__ out, const u16
 
 // ------------------------------------------------------------------------------------------------ experts
 // A tile is up to eight (token, slot) pairs of one expert. PAIRS = T*TOPK; plan: the number of tiles, then for each tile its
-// expert, its number of pairs and the pairs, and last the pairs of every token by expert. Tiles of the shared expert come after
-// MOST_TILES, eight tokens each: "pair" PAIRS + t is token t.
+// expert, its number of pairs and the pairs, and last the pairs of every token by expert, -1 in place of one whose expert is not
+// here: experts FIRST .. FIRST+E-1 are. Tiles of the shared expert come after MOST_TILES, eight tokens each: "pair" PAIRS + t is
+// token t. ROUND 0: a share of a sum over devices, without the roundings that follow the shared product.
 #if defined(KERNEL_experts_plan) || defined(KERNEL_experts_up) || defined(KERNEL_experts_middle) || defined(KERNEL_experts_down) || \
     defined(KERNEL_experts_sum)
 #define PAIRS (T * TOPK)
@@ -398,7 +399,7 @@ ENTRY void __launch_bounds__(256) NAME(int* __restrict__ plan, u16* __restrict__
     put(xs + (i64)t * LONG(SHARED, D), (i64)T * LONG(SHARED, D), x + (i64)t * D, D, group, SHARED, W4A8 && SHARED >= FP8);
     return;
   }
-  for (i = threadIdx.x; i < PAIRS; i += 256) id[i] = ids[i];
+  for (i = threadIdx.x; i < PAIRS; i += 256) id[i] = ids[i] - FIRST;
   __syncthreads();
   for (e = threadIdx.x; e < E; e += 256) {
     for (i = 0, n = 0; i < PAIRS; i++) n += id[i] == e;
@@ -418,7 +419,7 @@ ENTRY void __launch_bounds__(256) NAME(int* __restrict__ plan, u16* __restrict__
   for (i = threadIdx.x; i < PAIRS; i += 256) {
     const int from = i / TOPK * TOPK; int rank = 0, j;
     for (j = from; j < from + TOPK; j++) rank += id[j] < id[i] || (id[j] == id[i] && j < i);
-    plan[ORDER + from + rank] = i;
+    plan[ORDER + from + rank] = id[i] >= 0 && id[i] < E ? i : -1;
   }
 }
 #endif
@@ -504,7 +505,8 @@ ENTRY void __launch_bounds__(WARPS * 32) NAME(float* __restrict__ v, const int* 
   }
   add_warps(total, acc, 1, 1, warp, WARPS);
   for (i = threadIdx.x; i < 8 * 16; i += WARPS * 32)
-    if (pairs[i / 16] >= 0 && first + i % 16 < D) v[(i64)pairs[i / 16] * D + first + i % 16] = rnd(total[i]);
+    if (pairs[i / 16] >= 0 && first + i % 16 < D)
+      v[(i64)pairs[i / 16] * D + first + i % 16] = ROUND || e < E ? rnd(total[i]) : total[i];
 }
 #endif
 
@@ -513,8 +515,12 @@ ENTRY void __launch_bounds__(256) NAME(float* __restrict__ out, const float* __r
   const int i = blockIdx.x * 256 + threadIdx.x, t = i / D; int k;
   if (t >= T) return;
   float a = 0;
-  for (k = 0; k < TOPK; k++) a += v[(i64)plan[ORDER + t * TOPK + k] * D + i % D];
-  out[i] = rnd(a + v[(i64)(PAIRS + t) * D + i % D]);
+  for (k = 0; k < TOPK; k++) {
+    const int p = plan[ORDER + t * TOPK + k];
+    if (p >= 0) a += v[(i64)p * D + i % D];
+  }
+  a += v[(i64)(PAIRS + t) * D + i % D];
+  out[i] = ROUND ? bf16(a) : a;
 }
 #endif
 

@@ -111,13 +111,13 @@ def linear_launch(T: int, G: int, N: int, K: int, kind: str, quantise: bool, rou
 MANY = 16                                                  # rows from which block-scaled products take over
 
 def expert_launches(T: int, D: int, E: int, I: int, J: int, topk: int, limit: float, kind: str, shared: str, w4a8: bool,
-                    arch: str = "") -> list[Launch]:
+                    arch: str = "", first: int = 0, rounded: bool = True) -> list[Launch]:
   """Of plan, up, middle, down and sum. arch: with block-scaled products, compiled for this."""
   pairs = T * topk
   most = min(pairs, (pairs + 7 * min(E, pairs)) // 8)      # tiles of eight pairs of one expert, at worst
   tiles = most + ceil(T, 8)
   sizes: Sizes = (("T", T), ("D", D), ("E", E), ("I", I), ("J", J), ("TOPK", topk), ("LIMIT", float(limit)), ("KIND", kind),
-                  ("SHARED", shared), ("W4A8", int(w4a8)), ("MOST_TILES", most))
+                  ("SHARED", shared), ("W4A8", int(w4a8)), ("MOST_TILES", most), ("FIRST", first), ("ROUND", int(rounded and w4a8)))
   if arch: sizes = (*sizes, ("MX", 1))
   up, down = max(warps(kind, 2 * I, D), warps(shared, 2 * J, D)), max(warps(kind, D, I), warps(shared, D, J))
   return [Launch("experts_plan", (ceil(T * ceil(D, 128), 8) + 1, 1), 256, sizes),
@@ -145,7 +145,7 @@ def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool =
   return run(launch, [out], [laid, *parts(weight)])[0]
 
 def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | Tensor, s2: Weight | Tensor, ids: Tensor,
-            weights: Tensor, limit: float, w4a8: bool = False) -> Tensor:
+            weights: Tensor, limit: float, first: int = 0, rounded: bool = True, w4a8: bool = False) -> Tensor:
   T, D = x.shape
   w13, w2, s13, s2 = (as_weight(w) for w in (w13, w2, s13, s2))
   E, I, J, pairs = w13.data.shape[0], w13.data.shape[1] // 2, s13.data.shape[0] // 2, T * ids.shape[1]
@@ -153,7 +153,7 @@ def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | 
   assert (kind, shared) == (w2.kind, s2.kind), "one format for all of an expert"
   device = x.device if isinstance(x.device, str) else x.device[0]
   arch = block_scaled(device) if takes_block_scaled(T, D, I, kind, w4a8) else ""
-  plan_, up, middle, down, total = expert_launches(T, D, E, I, J, ids.shape[1], limit, kind, shared, w4a8, arch)
+  plan_, up, middle, down, total = expert_launches(T, D, E, I, J, ids.shape[1], limit, kind, shared, w4a8, arch, first, rounded)
 
   def laid(kind: str, rows: int, k: int) -> Tensor: return new(x, laid_size(kind, rows, k, w4a8, bool(arch)), dtype=dtypes.uint16)
   most = dict(plan_.sizes)["MOST_TILES"]

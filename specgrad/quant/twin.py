@@ -133,12 +133,16 @@ def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool =
   return rnd(out.reshape(T, -1), rounded and w4a8).contiguous()
 
 def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | Tensor, s2: Weight | Tensor, ids: Tensor,
-            weights: Tensor, limit: float, w4a8: bool = False) -> Tensor:
+            weights: Tensor, limit: float, first: int = 0, rounded: bool = True, w4a8: bool = False) -> Tensor:
   """float32 (T, D), routed (E, 2I, D), (E, D, I), shared (2J, D), (D, J), int32 (T, k), float32 (T, k) -> (T, D).
 
   SwiGLU with the gate clamped above at `limit` and the other half on both sides, for the shared expert too; the route
-  weight goes in before w2 (official model.py, class Expert). Routed results are added in float32, then the shared one."""
-  T = x.shape[0]
+  weight goes in before w2 (official model.py, class Expert). Routed results are added in float32, then the shared one.
+  The experts are those numbered first .. first+E-1; others count for nothing here. Without `rounded` the result is a share
+  of a sum over devices, each with its own experts and its own channels of the shared one, whose product stays float32."""
+  T, E = x.shape[0], as_weight(w13).data.shape[0]
+  here = (ids >= first) & (ids < first + E)
+  ids = here.where(ids - first, 0)
 
   def swiglu(u: Tensor) -> Tensor:
     n = u.shape[-1] // 2
@@ -152,9 +156,10 @@ def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | 
   up, down, shared_up, shared_down = (as_weight(w) for w in (w13, w2, s13, s2))
   u = rnd((chosen(up) * quantised(x, up).reshape(T, 1, 1, -1)).sum(-1), w4a8).contiguous()    # (T, k, 2I)
   t = quantised(rnd(swiglu(u) * weights.unsqueeze(-1), w4a8).contiguous(), down)
-  routed = rnd((chosen(down) * t.unsqueeze(2)).sum(-1), w4a8).sum(1)
+  routed = here.unsqueeze(-1).where(rnd((chosen(down) * t.unsqueeze(2)).sum(-1), w4a8), 0).sum(1)
   u = linear(x, shared_up, w4a8=w4a8)
-  return rnd(routed + linear(rnd(swiglu(u), w4a8).contiguous(), shared_down, w4a8=w4a8), w4a8).contiguous()
+  total = routed + linear(rnd(swiglu(u), w4a8).contiguous(), shared_down, rounded=rounded, w4a8=w4a8)
+  return rnd(total, rounded and w4a8).contiguous()
 
 # ------------------------------------------------------------------------------------------------ caches and attention
 def _write_rows(buf: UOp, new: UOp, at: UOp, *, ring: int, rank: int, ranks: int) -> UOp:
