@@ -116,19 +116,19 @@ def test_a_difference_is_counted(script: Any, speculative: Any, plain: Any, wide
   assert asked == [("plain", 2, {"depth": 0, "fixed_width": 6})] * 2
 
 def test_a_reply_that_compiled_is_made_again(script: Any) -> None:
-  made = []
+  made, held = [], [1]
 
   def generate(ids: list[int], max_tokens: int) -> str:
-    made.append((model.engine.held, model.engine.written))
-    model.engine.held, model.engine.written = ids, 5
+    made.append(list(held))
+    held.extend(ids)
     if len(made) < 3: bench.progress("compile", 0, 1)
     return f"reply {len(made)}"
   bar = SimpleNamespace(update=lambda: None, set_postfix_str=lambda text: None)
   bench = SimpleNamespace(bar=bar, compiled=False)
   bench.progress = lambda *stage: script.Bench.progress(bench, *stage)
-  model = SimpleNamespace(generate=generate, engine=SimpleNamespace(held=[1], written=1))
+  model = SimpleNamespace(generate=generate, reset=held.clear)
   assert script.Bench.once(bench, model, [7], 3) == "reply 3"
-  assert made == [([], 0)] * 3  # cold each time
+  assert made == [[]] * 3  # cold each time
 
 # ------------------------------------------------------------------------------------------------ other ways to call it
 def test_plain_decoding_alone(checkpoint: Path) -> None:

@@ -204,7 +204,8 @@ def test_the_bias_follows_the_chosen_token(golden: Golden) -> None:
   commit(golden, ids[:-1])
   chosen = [9, 200, 9, 31, 77]
   laws = [np.full((1, 256), i, np.float32) for i in range(5)]
-  block = golden.draft.propose(ints([ids[-1]]), ints([[len(ids) - 1], [SLOT]]), 5, lambda logits, row: (ints([chosen[row]]), Tensor(laws[row])))
+  at, choose = ints([[len(ids) - 1], [SLOT]]), lambda logits, row: (ints([chosen[row]]), Tensor(laws[row]))
+  block = golden.draft.propose(ints([ids[-1]]), at, 5, choose)
   w1, w2 = (getattr(golden.draft.stages[-1].markov_head, f"markov_{n}").weight.numpy() for n in ("w1", "w2"))
   assert block.tokens.numpy().tolist() == chosen and block.logits is not None and block.probs is not None and block.confidence is not None
   before = [ids[-1], *chosen[:-1]]
