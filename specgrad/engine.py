@@ -482,7 +482,9 @@ class Engine:
       block = block[:n + 1]
       if not 0 <= n <= plan.depth or not all(0 <= t < self.config.vocab_size for t in block):
         if plan.depth: r.undraft(f"step {r.stats.steps} at position {r.pos} gave no usable token")
-        else: r.error, r.stats.finish_reason = f"engine: the logits at position {r.pos} are not finite", "error"
+        else:
+          r.error, r.stats.finish_reason = f"engine: the logits at position {r.pos} are not finite", "error"
+          self.slot[r.slot] = Slot()                       # whatever is wrong may lie in the rows: nobody is to go on from them
         blocks.append(Block([], None))
         continue
       self.slot[r.slot].held += [r.anchor, *block[:-1]]
@@ -548,8 +550,9 @@ def ranked(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
   """float32 (V,) -> the token's log probability, and the `top` most probable ones, best first."""
   best = float(logits.max())
   total = best + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
-  most = sorted(np.argpartition(-logits, top)[:top].tolist(), key=lambda t: (-logits[t], t)) if top else []
+  most = sorted(np.argpartition(-logits, min(top, len(logits)) - 1)[:top].tolist(), key=lambda t: (-logits[t], t)) if top else []
   return TokenLogprobs(float(logits[token]) - total, [(t, float(logits[t]) - total) for t in most])
+
 def paired(checkpoint: Checkpoint, path: str) -> Checkpoint:
   """The checkpoint in folder `path`, if it can draft for the first one. Raises ValueError that names what differs."""
   small = Checkpoint.open(path)
