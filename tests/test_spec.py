@@ -25,7 +25,7 @@ from specgrad.engine import Run, Sampling, Stats, put
 from specgrad.models.deepseek_v4 import Cache, on_all
 from specgrad.models.dspark import Choose, Draft, DSpark, side_by_side
 from specgrad.models.small import SmallDraft
-from specgrad.quant import lift
+from specgrad.quant import Each, flat, lift, on
 from specgrad.quant.twin import count, write_rows
 from specgrad.spec import step, verify
 
@@ -98,8 +98,8 @@ def found_views() -> Iterator[list[str]]:
 
 class Models:
   """One checkpoint with several drafts, each loaded when first asked for. No id ends a reply unless a test says so."""
-  def __init__(self, folder: Path, numerics: str):
-    self.folder, self.numerics = folder, numerics
+  def __init__(self, folder: Path, numerics: str, **more: Any):
+    self.folder, self.numerics, self.more = folder, numerics, more
     self.loaded: dict[str, Model] = {}
     self.replies: dict[Any, Ids] = {}
 
@@ -107,7 +107,7 @@ class Models:
     if name not in self.loaded:
       special = {"scripted": Scripted, "drawn": Drawn}.get(name)
       choice: Any = "none" if special else self.folder if name == "small" else name
-      model = self.loaded[name] = load(self.folder, draft=choice, numerics=self.numerics, max_context=CAPACITY)
+      model = self.loaded[name] = load(self.folder, draft=choice, numerics=self.numerics, max_context=CAPACITY, **self.more)
       if special: model.engine.draft = special(V, model.engine.devices)
       model.engine.config = dataclasses.replace(model.engine.config, eos_token_id=-1)
     return self.loaded[name]
@@ -162,17 +162,21 @@ def accepted_of(told: Ids, want: Ids, depth: int) -> list[int]:
 
 def visible(config: Any, cache: Cache, n: int, slot: int = 0) -> list[Array]:
   """What a query at position n or later may use of positions 0..n-1 of a slot: window rows, rows of unfinished blocks (and of
-  the block before, where blocks overlap), finished entries."""
-  found = []
-  at = lambda ring, first: ring.numpy()[slot, np.arange(max(first, 0), n) % ring.shape[1]]
-  for ratio, layer in zip(config.compress_ratios, cache.layers):
-    found.append(at(layer.window, n - config.sliding_window + 1))
-    for state in filter(None, (layer.compressor, layer.indexer)):
-      found += [at(state.ring, (n // ratio - (ratio == 4)) * ratio), state.entries.numpy()[slot, :n // ratio]]
+  the block before, where blocks overlap), finished entries. Of several devices what each keeps, one after the other."""
+  found: list[Array] = []
+  devices = len(window) if isinstance(window := cache.layers[0].window, Each) else 1
+  for r in range(devices):
+    at = lambda ring, first, r=r: on(r, ring).numpy()[slot, np.arange(max(first, 0), n) % on(r, ring).shape[1]]
+    for ratio, layer in zip(config.compress_ratios, cache.layers):
+      found.append(at(layer.window, n - config.sliding_window + 1))
+      for state in filter(None, (layer.compressor, layer.indexer)):
+        own = (n // ratio - r + devices - 1) // devices if cache.split else n // ratio
+        found += [at(state.ring, (n // ratio - (ratio == 4)) * ratio), on(r, state.entries).numpy()[slot, :own]]
   return found
 
-def filled(b: Tensor, value: float) -> Array:
+def filled(b: Any, value: float) -> Array:
   """The value, or for formats of bytes zeros or ones, which are NaN in bfloat16, e4m3 and e8m0."""
+  b = on(0, b)
   return np.full(b.shape, value, np.float32) if b.dtype == dtypes.float32 else np.full(b.shape, 255 if value else 0, np.uint8)
 
 def fill(model: Model, value: float) -> None:
@@ -252,7 +256,7 @@ def test_rewind_at_every_phase(models: Models, depth: int) -> None:
     stood |= set(counts)
     end = n - 1 + total
     same(visible(model.config, model.engine.cache, end), visible(model.config, models["none"].engine.cache, end))
-    assert script(model).committed.numpy()[0, :end, 0].tolist() == [*ids, *want][:end]
+    assert on(0, script(model).committed).numpy()[0, :end, 0].tolist() == [*ids, *want][:end]
   assert starts == set(range(16)) and stood >= set(range(min(depth, 4) + 1))
 
 @pytest.mark.parametrize("numerics", ["w4a8", "reference"])
@@ -286,9 +290,9 @@ def test_what_a_draft_remembers(models: Models, n: int) -> None:
       else: assert model.generate(ids, max_tokens=30, depth=depth).ids == want
     assert isinstance(auto.engine.draft, DSpark) and isinstance(small.engine.draft, SmallDraft)
     at = np.arange(max(end - auto.config.sliding_window, 0), end)
-    rings = [r.numpy()[0, at % r.shape[1]] for r in auto.engine.draft.rings]
+    rings = [r.numpy()[0, at % r.shape[1]] for r in flat(auto.engine.draft.rings)]
     remembered.append(rings + visible(small.config, small.engine.draft.cache, end))
-    same(remembered[-1][3:], visible(small.config, small.engine.cache, end))  # the same checkpoint twice
+    same(remembered[-1][len(rings):], visible(small.config, small.engine.cache, end))  # the same checkpoint twice
   for other in remembered[1:]: same(other, remembered[0])
 
 def test_a_draft_that_was_off_is_not_behind(models: Models) -> None:
