@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specgrad.encoding import ASSISTANT, BOS, DSML, EOS, REMINDER, TASKS, THINK, THINK_END, USER, Encoding, PromptError
@@ -17,7 +17,7 @@ CONTROLS = (B, E, U, A, L, T, C, D, *TASKS.values())
 DEMO = Path(__file__).resolve().parents[2] / "shared/demo/first_checkpoint"
 # short ones in place of the official texts, which come with a checkpoint
 TEXTS = Encoding("encoding_x.py", "Tools: <{dsml_token}i> in {thinking_start_token}..{thinking_end_token}\n{tool_schemas}\nObey.\n",
-                 "Format: {schema}", {"low": "", "high": "Think.\n\n", "max": "Think more.\n\n"})
+                 "Format: {schema}", {"low": "", "high": "Think.\n\n", "max": f"Think more {THINK}.\n\n"})
 
 class Letters:
   """Stands in for a Tokenizer: an id a character, controls from 0."""
@@ -110,8 +110,10 @@ F, G = tool("f"), tool("g", parameters={"type": "object", "properties": {"ö": {
 FTEXT, GTEXT = '{"name": "f"}', '{"name": "g", "parameters": {"type": "object", "properties": {"ö": {"type": "string"}}}, "strict": true}'
 CALLS = [call("1", "f", '{"x": "a b", "n": 1.50, "y": [1, {"ö": null}]}'), call("2", "g", "{}")]
 CALLS_TEXT = calls_text(
-  f'<{D}invoke name="f">\n<{D}parameter name="x" string="true">a b</{D}parameter>\n<{D}parameter name="n" string="false">1.5</{D}parameter>\n'
+  f'<{D}invoke name="f">\n<{D}parameter name="x" string="true">a b</{D}parameter>\n'
+  f'<{D}parameter name="n" string="false">1.5</{D}parameter>\n'
   f'<{D}parameter name="y" string="false">[1, {{"ö": null}}]</{D}parameter>\n</{D}invoke>', f'<{D}invoke name="g">\n\n</{D}invoke>')
+NOTHING_GIVEN = calls_text(f'<{D}invoke name="g">\n\n</{D}invoke>')
 NO_JSON = calls_text(f'<{D}invoke name="f">\n<{D}parameter name="arguments" string="true">x = 1</{D}parameter>\n</{D}invoke>')
 TWO = [user("q"), reply("", "r", tool_calls=CALLS)]
 TWO_TEXT = f"{B}{U}q{A}{C}{CALLS_TEXT}{E}{U}"
@@ -121,8 +123,8 @@ R1, R2 = "<tool_result>one</tool_result>", "<tool_result>two</tool_result>"
   # efforts: a text first, in thinking mode only, before the system text
   ([system("s"), user("q")], {"effort": "low"}, f"{B}s{U}q{A}{T}"),
   ([system("s"), user("q")], {"effort": "high"}, f"{B}Think.\n\ns{U}q{A}{T}"),
-  ([system("s"), user("q")], {"effort": "max"}, f"{B}Think more.\n\ns{U}q{A}{T}"),
-  ([user("q")], {"effort": "max"}, f"{B}Think more.\n\n{U}q{A}{T}"),
+  ([system("s"), user("q")], {"effort": "max"}, f"{B}Think more {T}.\n\ns{U}q{A}{T}"),
+  ([user("q")], {"effort": "max"}, f"{B}Think more {T}.\n\n{U}q{A}{T}"),
   (TWO_TURNS, {"effort": "high"}, f"{B}Think.\n\n{U}q1{A}{C}a1{E}{U}q2{A}{T}"),
   ([developer("d"), reply("a", "r"), user("q")], {"effort": "high"}, f"{B}Think.\n\na{E}{U}q{A}{T}"),
   # tools: behind the system text, or in front of all
@@ -133,12 +135,13 @@ R1, R2 = "<tool_result>one</tool_result>", "<tool_result>two</tool_result>"
   ([developer("d"), user("q")], {"tools": [F]}, f"{B}{U}d\n\n{tools_text(FTEXT)}{U}q{A}{C}"),
   ([system("s", tools=[F]), user("q")], {}, f"{B}s\n\n{tools_text(FTEXT)}{U}q{A}{C}"),
   ([user("q"), developer("d", tools=[F])], {}, f"{B}{U}q{U}d\n\n{tools_text(FTEXT)}{A}{C}"),
-  ([system("s"), user("q")], {"tools": [F], "effort": "max"}, f"{B}Think more.\n\ns\n\n{tools_text(FTEXT)}{U}q{A}{T}"),
+  ([system("s"), user("q")], {"tools": [F], "effort": "max"}, f"{B}Think more {T}.\n\ns\n\n{tools_text(FTEXT)}{U}q{A}{T}"),
   # with tools nothing is dropped
   (TWO_TURNS, {"tools": [F], "effort": "low"}, f"{B}\n\n{tools_text(FTEXT)}{U}q1{A}{T}r1{C}a1{E}{U}q2{A}{T}"),
   ([developer("d", tools=[F]), user("q")], {"effort": "low"}, f"{B}{U}d\n\n{tools_text(FTEXT)}{U}q{A}{T}"),
   # response format
-  ([system("s"), user("q")], {"response_format": {"type": "object", "é": [1]}}, f'{B}s\n\nFormat: {{"type": "object", "é": [1]}}{U}q{A}{C}'),
+  ([system("s"), user("q")], {"response_format": {"type": "object", "é": [1]}},
+   f'{B}s\n\nFormat: {{"type": "object", "é": [1]}}{U}q{A}{C}'),
   ([user("q")], {"response_format": {"type": "json_object"}}, f'{B}\n\nFormat: {{"type": "json_object"}}{U}q{A}{C}'),
   ([user("q")], {"response_format": {"type": "text"}}, f"{B}{U}q{A}{C}"),
   ([system("s"), user("q")], {"tools": [F], "response_format": {"a": 1}}, f'{B}s\n\n{tools_text(FTEXT)}\n\nFormat: {{"a": 1}}{U}q{A}{C}'),
@@ -147,7 +150,7 @@ R1, R2 = "<tool_result>one</tool_result>", "<tool_result>two</tool_result>"
   # calls
   ([user("q"), reply("say", "r", tool_calls=CALLS)], {}, f"{B}{U}q{A}{C}say{CALLS_TEXT}{E}"),
   ([user("q"), reply("say", "r", tool_calls=CALLS)], {"effort": "low"}, f"{B}{U}q{A}{T}r{C}say{CALLS_TEXT}{E}"),
-  ([user("q"), reply(None, tool_calls=CALLS[1:])], {}, f'{B}{U}q{A}{C}{calls_text(f"<{D}invoke name={chr(34)}g{chr(34)}>{chr(10)}{chr(10)}</{D}invoke>")}{E}'),
+  ([user("q"), reply(None, tool_calls=CALLS[1:])], {}, f"{B}{U}q{A}{C}{NOTHING_GIVEN}{E}"),
   ([user("q"), reply("", tool_calls=[call("1", "f", "x = 1")])], {}, f"{B}{U}q{A}{C}{NO_JSON}{E}"),
   ([user("q"), reply("", tool_calls=[call("1", "f", "[1]")])], {}, f"{B}{U}q{A}{C}{NO_JSON.replace('x = 1', '[1]')}{E}"),
   ([user("q"), reply("", tool_calls=[call("1", "f", "")])], {}, f"{B}{U}q{A}{C}{NO_JSON.replace('x = 1', '')}{E}"),
@@ -199,7 +202,9 @@ OPTIONS: Any = st.fixed_dictionaries({"effort": st.sampled_from(["off", "low", "
 @settings(deadline=None, max_examples=150)
 @given(CHATS, OPTIONS)
 def test_ids_equal_those_of_the_whole_string(messages, options):
-  text = "".join(text for text, _ in render(messages, **options))
+  pieces = render(messages, **options)
+  assume(not any(control in text for text, is_control in pieces if not is_control for control in CONTROLS))
+  text = "".join(text for text, _ in pieces)
   assert encode_chat(full(), messages, **options) == full().encode(text, allowed_special=True)
   # the demo's tokenizer has no token for ｜DSML｜: it is text there
   assert encode_chat(demo(), messages, **options) == demo().encode(text, allowed_special=True)
