@@ -214,7 +214,8 @@ class Chat:
   def prompt(self, text: str) -> list[int]:
     tokenizer, user = self.model.tokenizer, {"role": "user", "content": text}
     assert tokenizer is not None
-    if self.args.think or not self.ids: return encode_chat(tokenizer, [*self.messages, user], self.args.think)
+    if self.args.think or not self.ids:
+      return encode_chat(tokenizer, [*self.messages, user], effort="low" if self.args.think else "off")
     return self.ids + encode_chat(tokenizer, [user])[1:]  # without BOS
 
   def turn(self, text: str) -> None:
