@@ -200,7 +200,7 @@ def attention(model: Any, w: Any, x: Any, where: Where, ratio: int, state: Layer
         chosen = ops.index_choose(best, n, k, ops.rank, model.shares)
       if observe: observe("chosen", chosen)
   if split and entries is not None:
-    parts = ops.attend_part(everyone(q), window, entries, chosen, at, c.sliding_window, n, ratio, ops.rank)
+    parts = ops.attend_part(everyone(q), window, entries, chosen, at, c.sliding_window, n, ratio, ops.rank, c.qk_rope_head_dim)
     o = ops.attend_merge(deliver(parts), w.attn_sink, rope)
   else: o = ops.attend(q, window, entries, chosen, w.attn_sink, rope, at, c.sliding_window, n, ratio)
   return ops.total(output(model, w, o, model.shares, rounded=ops.alone)), written
