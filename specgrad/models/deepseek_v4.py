@@ -224,6 +224,6 @@ def moe(model: Any, w: Any, x: Any, ids: Any, observe: Observe | None) -> Any:
   chosen, weights = ops.route(scores, getattr(gate, "bias", None), getattr(gate, "tid2eid", None), ids,
                               c.num_experts_per_tok, c.routed_scaling_factor)
   if observe: observe("experts", chosen)
-  first = {} if ops.alone else {"first": Each(r * (c.n_routed_experts // n) for r in range(n)), "rounded": False}
+  first = {} if ops.alone else {"first": Each(c.n_routed_experts * r // n for r in range(n)), "rounded": False}
   return ops.total(ops.experts(x, w.experts.w13.weight, w.experts.w2.weight, w.shared_experts.w13.weight, w.shared_experts.w2.weight,
                                chosen, weights, c.swiglu_limit, **first))
