@@ -7,7 +7,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tinygrad.helpers import Context
 
 from specgrad import cpu_graph, lowering_cache
 from specgrad.checkpoint import Checkpoint
+from specgrad.config import Config
 from specgrad.models.deepseek_v4 import MAX_ROWS, Cache, Target
 from specgrad.models.dspark import DSpark
 from specgrad.models.small import SmallDraft
@@ -176,6 +177,53 @@ class Engine:
     """Tokens drafted a step unless the caller says otherwise: the block, but on a CPU, which pays for every row, no more
     than 2. A GPU waits for weights, whatever the rows."""
     return min(2, self.block) if self.device.split(":")[0] == "CPU" else self.block
+
+  # ---------------------------------------------------------------------------------------------- saved state
+  def buffers(self) -> dict[str, tuple[Tensor, int]]:
+    """Every buffer that earlier tokens left something in: name -> (buffer, positions to a row; 0: a ring, needed whole)."""
+    found: dict[str, tuple[Tensor, int]] = {}
+
+    def add(prefix: str, cache: Cache, config: Config) -> None:
+      for i, (layer, ratio) in enumerate(zip(cache.layers, config.compress_ratios)):
+        found[f"{prefix}.{i}.window"] = layer.window, 0
+        for kind, part in (("compressor", layer.compressor), ("indexer", layer.indexer)):
+          if part: found[f"{prefix}.{i}.{kind}.ring"], found[f"{prefix}.{i}.{kind}.entries"] = (part.ring, 0), (part.entries, ratio)
+    add("target", self.cache, self.config)
+    if isinstance(self.draft, SmallDraft): add("draft", self.draft.cache, self.draft.model.config)
+    if isinstance(self.draft, NgramDraft): found["draft.history"] = self.draft.history, 1
+    if isinstance(self.draft, DSpark): found |= {f"draft.{i}.window": (ring, 0) for i, ring in enumerate(self.draft.rings)}
+    return found
+
+  @property
+  def kv_bytes(self) -> int:
+    """Bytes of the caches, target and draft, as allocated."""
+    return sum(int(tensor.nbytes()) for tensor, _ in self.buffers().values())
+
+  def snapshot(self) -> dict[str, np.ndarray]:
+    """All that the processed tokens left: "ids" int64 (n,), "written" int64 (1,), and the buffers' rows by name as bytes,
+    uint8 (rows, bytes of a row). Empty where nothing was processed."""
+    if not (n := len(self.held)): return {}
+    out = {"ids": np.array(self.held, np.int64), "written": np.array([self.written], np.int64)}
+    for name, (tensor, ratio) in self.buffers().items():
+      rows = np.frombuffer(tensor._buffer().as_memoryview(), np.uint8).reshape(tensor.shape[0], -1)
+      out[name] = rows[:n // ratio] if ratio else rows
+    return out
+
+  def restore(self, state: Mapping[str, np.ndarray]) -> None:
+    """Puts a snapshot back: what follows is bit for bit what would have followed there. Raises ValueError, with nothing
+    touched, for one of another shape."""
+    mine = self.buffers()
+    ids = self.check(state.get("ids", np.zeros(0, np.int64)).tolist(), 0)
+    want = {name: (len(ids) // r if r else t.shape[0], int(t.nbytes()) // t.shape[0]) for name, (t, r) in mine.items()} | {"written": (1,)}
+    for name, shape in want.items():
+      found = state[name].shape if name in state else None
+      if found != shape: raise ValueError(f"engine: state of {name}={found}, want {shape}. It is of other settings")
+    self.reset()
+    for name, (tensor, _) in mine.items():
+      whole = np.zeros((tensor.shape[0], want[name][1]), np.uint8)
+      whole[:len(state[name])] = state[name]
+      put(tensor, whole)
+    self.held, self.written = ids, max(len(ids), int(state["written"][0]))
 
   # ---------------------------------------------------------------------------------------------- captured graphs
   def graph(self, name: str, build: Callable[[], Any], *key: Any) -> Any:
