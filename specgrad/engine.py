@@ -203,7 +203,7 @@ class Engine:
     """All that the processed tokens left: "ids" int64 (n,), "written" int64 (1,), and the buffers' rows by name as bytes,
     uint8 (rows, bytes of a row). Empty where nothing was processed."""
     if not (n := len(self.held)): return {}
-    out = {"ids": np.array(self.held, np.int64), "written": np.array([self.written], np.int64)}
+    out: dict[str, np.ndarray] = {"ids": np.array(self.held, np.int64), "written": np.array([self.written], np.int64)}
     for name, (tensor, ratio) in self.buffers().items():
       rows = np.frombuffer(tensor._buffer().as_memoryview(), np.uint8).reshape(tensor.shape[0], -1)
       out[name] = rows[:n // ratio] if ratio else rows
@@ -214,7 +214,8 @@ class Engine:
     touched, for one of another shape."""
     mine = self.buffers()
     ids = self.check(state.get("ids", np.zeros(0, np.int64)).tolist(), 0)
-    want = {name: (len(ids) // r if r else t.shape[0], int(t.nbytes()) // t.shape[0]) for name, (t, r) in mine.items()} | {"written": (1,)}
+    want: dict[str, tuple[int, ...]] = {name: (len(ids) // r if r else t.shape[0], int(t.nbytes()) // t.shape[0])
+                                        for name, (t, r) in mine.items()} | {"written": (1,)}
     for name, shape in want.items():
       found = state[name].shape if name in state else None
       if found != shape: raise ValueError(f"engine: state of {name}={found}, want {shape}. It is of other settings")
