@@ -20,7 +20,6 @@ from specgrad.terminal import LARGEST, Bars, Keyboard, Screen, error_line
 if TYPE_CHECKING:
   from specgrad.api import Model, Stream
   from specgrad.engine import Stats
-  from specgrad.tokenizer import Tokenizer
 
 COMMANDS = {  # usage: what it does
   "/new": "starts over, with nothing of the chat kept",
@@ -42,10 +41,11 @@ NOTES = '''Ctrl-C stops a reply; what was shown of it stays in the chat. Alt-Ent
 lines; a paste is one message. A space before a slash makes the line a message.'''
 EFFORTS = ("off", "low", "high", "max")
 
-def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], effort: str) -> list[int]:
+def encode(model: Model, messages: Sequence[Mapping[str, Any]], effort: str) -> list[int]:
   """The prompt's ids. Raises ValueError for an effort that this checkpoint can't be asked for."""
-  if effort in ("low", "max"): raise ValueError(f"effort={effort}, want off or high. The others need the checkpoint's encoding folder")
-  return encode_chat(tokenizer, messages, effort != "off")
+  assert model.tokenizer is not None
+  if effort in ("high", "max"): raise ValueError(f"effort={effort}, want off or low. The others need the checkpoint's encoding folder")
+  return encode_chat(model.tokenizer, messages, effort != "off")
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
@@ -133,8 +133,7 @@ class Chat:
 
   def check(self, settings: Settings) -> None:
     """Raises ValueError for what this model can't do."""
-    assert self.model.tokenizer is not None
-    encode(self.model.tokenizer, [{"role": "user", "content": ""}], settings.effort)
+    encode(self.model, [{"role": "user", "content": ""}], settings.effort)
     self.verifier(settings)
 
   def banner(self) -> None:
@@ -149,18 +148,16 @@ class Chat:
   # ------------------------------------------------------------------------------------------------ prompts
   def prompt(self, turns: Sequence[Turn], text: str | None = None) -> list[int]:
     """The ids of the turns, and of a message after them that opens a reply."""
-    tokenizer, system = self.model.tokenizer, self.settings.system
-    assert tokenizer is not None
+    system, effort = self.settings.system, self.settings.effort
     start = [] if system is None else [{"role": "system", "content": system}]
     user = [] if text is None else [{"role": "user", "content": text}]
-    if (effort := self.settings.effort) != "off":
-      return encode(tokenizer, start + [m for turn in turns for m in messages(turn)] + user, effort)
-    ids = encode(tokenizer, start or [{"role": "user", "content": ""}], "off")
+    if effort != "off": return encode(self.model, start + [m for turn in turns for m in messages(turn)] + user, effort)
+    ids = encode(self.model, start or [{"role": "user", "content": ""}], "off")
     if not start: ids = ids[:1]                            # BOS, which stands before all
     for turn in turns:
-      if not turn.ids: turn.ids = encode(tokenizer, messages(turn), "off")[1:]
+      if not turn.ids: turn.ids = encode(self.model, messages(turn), "off")[1:]
       ids += turn.ids
-    return ids + (encode(tokenizer, user, "off")[1:] if user else [])
+    return ids + (encode(self.model, user, "off")[1:] if user else [])
 
   def room(self, text: str, ids: Sequence[int]) -> None:
     """Raises ValueError, with both sizes and the choices, where no reply fits behind ids."""
@@ -270,8 +267,9 @@ class Chat:
     self.screen.note(f"({what}; {self.holds()})")
 
   def do_drop(self, rest: str) -> None:
-    n = whole("/drop", rest or "1", "a number")
-    if not 1 <= n <= len(self.turns): raise ValueError(f"/drop {n}: the chat has {len(self.turns)} exchanges, want 1 to {len(self.turns)}")
+    n, most = whole("/drop", rest or "1", "a number"), len(self.turns)
+    if not most: raise ValueError("/drop: the chat is empty, nothing to leave out")
+    if not 1 <= n <= most: raise ValueError(f"/drop {n}: the chat has {most} exchanges, want 1 to {most}")
     del self.turns[:n]
     self.screen.note(f"({n} oldest left out: {self.holds()}, which the next turn computes anew)")
 

@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
   what.add_argument("-p", "--prompt", metavar="TEXT", help="answer TEXT and leave; - reads it from stdin, as happens "
                     "without -p where something is piped in (default: a chat)")
   what.add_argument("--system", metavar="TEXT", help="system prompt (default: none)")
-  what.add_argument("--think", nargs="?", const="high", default="off", choices=EFFORTS, metavar="EFFORT", help="let the model reason "
+  what.add_argument("--think", nargs="?", const="low", default="off", choices=EFFORTS, metavar="EFFORT", help="let the model reason "
                     "first, shown on stderr: low, high or max (default: off; without a value: %(const)s)")
   what.add_argument("--json", action="store_true", help="with one prompt: ids, text, reasoning, finish reason, settings and statistics "
                     "of the reply as one JSON object on stdout")

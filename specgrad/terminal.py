@@ -95,6 +95,7 @@ class Keyboard:
     self.reading = False               # whether Ctrl-C is meant for the line
     self.ahead: list[str] = []         # lines that came before they were asked for
     self.pasted = self.ended = False   # whether those are one paste; whether Ctrl-D came after them
+    self.came = 0                      # lines of pastes in what is being read
     with contextlib.suppress(ImportError):
       import readline  # only here: in other places it would write to the terminal
       if "libedit" in (readline.__doc__ or ""): return
@@ -110,13 +111,14 @@ class Keyboard:
   def read(self) -> tuple[str, bool]:
     """-> text, whether it may be a command; a message may have several lines. Raises EOFError at the end,
     KeyboardInterrupt, and ValueError for what can't be taken."""
-    self.reading = True
+    self.reading, self.came = True, 0
     try:
       text = self.entry("> ")
       first, several, _ = text.partition("\n")
       block = first.rstrip() == BLOCK or (first.startswith(BLOCK) and not several)
       while block and not (len(text.rstrip()) >= 2 * len(BLOCK) and text.rstrip().endswith(BLOCK)): text += "\n" + self.entry("... ")
     finally: self.reading = False
+    if self.came: self.screen.note(f"({self.came} lines came at once: taken as one message)")
     if len(text.encode(errors="replace")) > LARGEST: raise ValueError(f"message: over {LARGEST >> 20} MiB, nothing was sent")
     if block: text = text.rstrip().removeprefix(BLOCK).removesuffix(BLOCK).strip("\n")
     return text, not block and not several
@@ -131,8 +133,7 @@ class Keyboard:
       if not (rest := self.burst()): return line
       self.ahead, self.pasted = [line, *lines(rest)], True
     if not self.pasted or self.ahead[0].partition(" ")[0] in self.commands: return self.ahead.pop(0)
-    self.screen.note(f"({len(self.ahead)} lines came at once: taken as one message)")
-    text, self.ahead = "\n".join(self.ahead), []
+    text, self.came, self.ahead = "\n".join(self.ahead), self.came + len(self.ahead), []
     return text
 
   def line(self, prompt: str) -> str:
