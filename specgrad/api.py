@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specgrad.checkpoint import Checkpoint
+from specgrad.encoding import Encoding
 from specgrad.engine import Engine, Progress, Sampling, Stats
 from specgrad.tokenizer import StreamDecoder, Tokenizer
 
@@ -95,8 +96,9 @@ def overlap(text: str, stops: tuple[str, ...]) -> int:
 class Model:
   """A loaded checkpoint with the state of one conversation: a call whose ids begin with those of the call before computes
   only what is new. Not safe to use from several threads at once."""
-  def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
-    self.engine, self.tokenizer, self.config = engine, tokenizer, engine.config
+  def __init__(self, engine: Engine, tokenizer: Tokenizer | None, encoding: Encoding | None = None):
+    """encoding: the long literal texts of prompts, from the checkpoint's own folder."""
+    self.engine, self.tokenizer, self.config, self.encoding = engine, tokenizer, engine.config, encoding
 
   @property
   def max_context(self) -> int: return self.engine.max_context or 0
@@ -186,5 +188,7 @@ def load(path: str | Path | None = None, *, numerics: str = "w4a8", devices: Seq
   if tokenizer and tokenizer.n_vocab > checkpoint.config.vocab_size:
     raise ValueError(f"{folder.name}: tokenizer.json has {tokenizer.n_vocab} ids, want at most vocab_size={checkpoint.config.vocab_size}. "
                      "It belongs to another checkpoint")
+  encoding = Encoding.read(folder)
   silent: Progress = lambda stage, done, total: None
-  return Model(Engine(checkpoint, devices, max_context, numerics == "w4a8", str(draft), progress or silent, kv, slots), tokenizer)
+  return Model(Engine(checkpoint, devices, max_context, numerics == "w4a8", str(draft), progress or silent, kv, slots), tokenizer,
+               encoding)
