@@ -81,6 +81,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                     "as '96 GiB' (default: %(default)s)")
   plan.add_argument("--kv", choices=("sharded", "replicated"), default="sharded", help="with --plan: how two GPUs would hold "
                     "the cache (default: %(default)s)")
+  http = parser.add_argument_group("serving the OpenAI API over HTTP (pip install -e '.[serve]')")
+  http.add_argument("--serve", type=int, nargs="?", const=8000, metavar="PORT", help="answer requests until Ctrl-C (port: 8000; 0 for any "
+                    "free one). Flags that choose tokens are not for it: each request has its own")
+  http.add_argument("--host", default="127.0.0.1", metavar="NAME", help="address to listen on (default: %(default)s, this machine only)")
+  http.add_argument("--api-key", metavar="FILE", help="file with the key that clients must send (default: none needed)")
+  http.add_argument("--slots", type=int, default=16, metavar="N", help="sequences at once (default: %(default)s)")
   parser.add_argument_group("other").add_argument("-h", "--help", action="help", help="show this and leave")
   return parser.parse_args(argv)
 
@@ -327,11 +333,12 @@ def run(argv: Sequence[str] | None) -> None:
     return print(report(folder, args.gpus or 1, args.users, args.max_context, args.kv, args.gpu, args.depth))
   device = one_device(args)
   if args.max_tokens < 1: raise ValueError(f"--max-tokens={args.max_tokens}, want at least 1")
-  text = None if args.self_test else one_prompt(args)
+  text = None if args.self_test or args.serve is not None else one_prompt(args)
   specgrad.prepare()
   keep_interrupts()
   from specgrad.engine import Sampling  # brings tinygrad in, so not before prepare()
   Sampling(args.temperature, args.top_p, args.top_k, args.min_p, args.seed)  # refuses before a long load
+  if args.serve is not None: return serve(args, device)
   chat = Chat(args, device, interactive=text is None)
   chat.banner()
   tested = chat.self_test()
@@ -339,6 +346,15 @@ def run(argv: Sequence[str] | None) -> None:
                                       "self-test: nothing to compare, there is no draft")
   elif text is None: chat.loop()
   else: chat.turn(text)
+
+def serve(args: argparse.Namespace, device: str) -> None:
+  if args.prompt is not None or args.self_test: raise ValueError("--serve: answers requests, want no -p and no --self-test beside it")
+  try:
+    from specgrad.serve import command
+  except ImportError as error: raise ValueError(f"--serve: {error.name} is not installed, want pip install -e '.[serve]'") from None
+  bars = Bars(Screen())
+  try: command(args, lambda: load(args, device, bars))
+  finally: bars.close()
 
 def keep_interrupts() -> None:
   """tinygrad compiles in processes that ignore Ctrl-C, but only once they run: one that is still starting would die of
