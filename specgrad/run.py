@@ -74,6 +74,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
   plan.add_argument("--users", type=int, default=1, metavar="N", help="with --plan: sequences at once (default: %(default)s)")
   plan.add_argument("--gpu", default="RTX PRO 6000", metavar="NAME", help="with --plan: a known card, or a memory size such "
                     "as '96 GiB' (default: %(default)s)")
+  http = parser.add_argument_group("serving the OpenAI API over HTTP (pip install -e '.[serve]')")
+  http.add_argument("--serve", type=int, nargs="?", const=8000, metavar="PORT", help="answer requests until Ctrl-C (port: 8000; 0 for any "
+                    "free one). Flags that choose tokens are not for it: each request has its own")
+  http.add_argument("--host", default="127.0.0.1", metavar="NAME", help="address to listen on (default: %(default)s, this machine only)")
+  http.add_argument("--api-key", metavar="FILE", help="file with the key that clients must send (default: none needed)")
+  http.add_argument("--slots", type=int, default=16, metavar="N", help="sequences at once (default: %(default)s)")
   parser.add_argument_group("other").add_argument("-h", "--help", action="help", help="show this and leave")
   return parser.parse_args(argv)
 
@@ -97,13 +103,13 @@ def one_prompt(args: argparse.Namespace) -> str | None:
   if text == "": raise ValueError(f"{source}: empty, want a prompt")
   return text
 
-def load(args: argparse.Namespace, names: tuple[str, ...], progress: Progress) -> Model:
+def load(args: argparse.Namespace, names: tuple[str, ...], progress: Progress, slots: int = 1) -> Model:
   folder = specgrad.demo_path() if args.model is None else Path(args.model)
   if any(folder.glob("*.safetensors")) and not (folder / "tokenizer.json").exists():
     raise ValueError(f"{folder}: no tokenizer.json, so there is no text to work with. Fetch that file from where the "
                      "checkpoint comes from, or use the Python API, which takes token ids")
   model = specgrad.load(folder, numerics=args.numerics, devices=names, draft=args.draft, max_context=args.max_context,
-                        kv=args.kv, progress=progress)
+                        kv=args.kv, slots=slots, progress=progress)
   assert model.tokenizer is not None
   check_tokens(model.tokenizer, args.think != "off")
   return model
@@ -114,12 +120,13 @@ def run(argv: Sequence[str] | None) -> None:
     folder = specgrad.demo_path() if args.model is None else Path(args.model)
     return print(report(folder, args.gpus or 1, args.users, args.max_context, args.kv, args.gpu, args.depth))
   names = devices(args)
-  text = None if args.self_test else one_prompt(args)
+  text = None if args.self_test or args.serve is not None else one_prompt(args)
   if args.json and text is None: raise ValueError("--json: no prompt, want -p TEXT or text on stdin")
   specgrad.prepare()
   keep_interrupts()
   settings = Settings(effort=args.think, system=args.system, depth=args.depth, coupled=args.coupled,  # refuses before a long load
                       **{name: getattr(args, name) for name in NUMBERS if hasattr(args, name)})
+  if args.serve is not None: return serve(args, names)
   bars = Bars(screen := Screen())
   try: model = load(args, names, bars)
   finally: bars.close()
@@ -134,6 +141,15 @@ def run(argv: Sequence[str] | None) -> None:
                                  "self-test: nothing to compare, there is no draft")
   elif text is None: chat.loop()
   elif (reply := chat.turn(text)) and args.json: print(json.dumps(reply.as_dict(name, chat.seed, settings)).replace("\x7f", "\\u007f"))
+
+def serve(args: argparse.Namespace, names: tuple[str, ...]) -> None:
+  if args.prompt is not None or args.self_test: raise ValueError("--serve: answers requests, want no -p and no --self-test beside it")
+  try:
+    from specgrad.serve import command
+  except ImportError as error: raise ValueError(f"--serve: {error.name} is not installed, want pip install -e '.[serve]'") from None
+  bars = Bars(Screen())
+  try: command(args, lambda: load(args, names, bars, args.slots))
+  finally: bars.close()
 
 def keep_interrupts() -> None:
   """tinygrad compiles in processes that ignore Ctrl-C, but only once they run: one that is still starting would die of
