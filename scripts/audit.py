@@ -11,12 +11,10 @@ times as many steps, and both stay in the record.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import itertools
 import json
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import evidence
-from bench import Parser, commit, device, rounded
+from evidence import Parser, command, commit, device, rounded
 
 import specgrad
 from specgrad.toolchain import tinygrad_version
@@ -44,9 +42,8 @@ Rule = Callable[[Array, Array, Array, Array], tuple[int, Array]]  # p (K+1, V), 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
-  parser = Parser(prog="scripts/audit.py", allow_abbrev=False,
-                  description="Show that speculation loses nothing, or find where it does.",
-                  epilog="The last line of stdout is a JSON object. Exit status 0: lossless is shown.")
+  parser = Parser("audit", "Show that speculation loses nothing, or find where it does.",
+                  "The last line of stdout is a JSON object. Exit status 0: lossless is shown.")
   add = parser.add_argument
   add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
   add("--numerics", choices=("w4a8", "reference"), default="w4a8", help="default: %(default)s")
@@ -413,10 +410,10 @@ class Audit:
     self.device, self.w4a8 = self.model.engine.device, args.numerics == "w4a8"
     self.prompts = evidence.prompts(self.model, args.prompts, None, 64, args.seed)
 
-  def head(self, command: str) -> dict[str, Any]:
+  def head(self, said: str) -> dict[str, Any]:
     args, checkpoint = self.args, self.model.engine.checkpoint
     return {"schema": SCHEMA, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": command, "commit": commit(), "tinygrad": tinygrad_version(), "device": device(self.device),
+            "command": said, "commit": commit(), "tinygrad": tinygrad_version(), "device": device(self.device),
             "model": checkpoint.folder.resolve().name, "fingerprint": checkpoint.fingerprint,
             "numerics": args.numerics, "draft": "dspark" if args.draft == "auto" else Path(args.draft).name,
             "depth": self.depth, "verifiers": self.labels, "seed": args.seed, "quick": args.quick, "sizes": self.sizes,
@@ -642,7 +639,7 @@ def run(argv: Sequence[str]) -> int:
   specgrad.prepare()
   with tqdm(desc="audit", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
     audit = Audit(args, bar)
-    head = audit.head(shlex.join(["python", "scripts/audit.py", *argv]))
+    head = audit.head(command("audit", argv))
     records = evidence.Records(args.out, head, [k for k in head if k not in ("date", "command")])
     done = {row["level"]: row for row in records.rows}
     for name in LEVELS:
@@ -658,9 +655,6 @@ def run(argv: Sequence[str]) -> int:
   print(json.dumps(rounded(result), allow_nan=False))
   return 0 if result["verdict"] == "lossless" else 1
 
-def main(argv: Sequence[str] | None = None) -> int:
-  argv = sys.argv[1:] if argv is None else argv
-  with contextlib.suppress(BrokenPipeError): return evidence.guarded("audit", lambda: run(argv))
-  return 1
+def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("audit", run, argv)
 
 if __name__ == "__main__": sys.exit(main())

@@ -7,24 +7,23 @@ one that has a draft feeds it even where it isn't asked. A run that compiles any
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
-import os
 import platform
-import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import evidence
+from evidence import Parser, command, commit, device, rounded
+
 import specgrad
 from specgrad.checkpoint import PACKED, Checkpoint, expected_tensors
 from specgrad.prompt import encode_chat
@@ -33,20 +32,14 @@ from specgrad.toolchain import tinygrad_version
 if TYPE_CHECKING:
   from specgrad.api import Model, Reply
 
-ROOT = Path(__file__).resolve().parents[1]
 SCHEMA, NUMERICS = "specgrad.bench/1", "w4a8"
 TEXTS, RANDOM = ("code", "prose", "chat"), "random"
 RANDOM_LENGTH = 64                                         # ids of a random prompt
 SHORT = 200                                                # tokens; a shorter run says little about speed or acceptance
 
-class Parser(argparse.ArgumentParser):
-  def error(self, message: str) -> NoReturn: raise ValueError(f"{message}. --help lists the flags")
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
-  parser = Parser(prog="scripts/bench.py", allow_abbrev=False,
-                  description="Measure prefill, plain decoding, and speculative beside plain decoding.",
-                  epilog="The last line of stdout is a JSON object with all of it.")
+  parser = Parser("bench", "Measure prefill, plain decoding, and speculative beside plain decoding.")
   add = parser.add_argument
   add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
   add("--draft", default="auto", metavar="D", help="auto, none, ngram, or the folder of a smaller checkpoint "
@@ -74,25 +67,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   return args
 
 # ------------------------------------------------------------------------------------------------ what, and on what
-def commit() -> str:
-  """The checkout's commit, marked where tracked files differ from it; "unknown" where this is no checkout."""
-  def git(*words: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
-  try:
-    if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT: return "unknown"  # a folder of another project
-    return git("rev-parse", "HEAD") + ("-modified" if git("status", "--porcelain", "--untracked-files=no") else "")
-  except (OSError, subprocess.CalledProcessError): return "unknown"
-
-def device(name: str) -> str:
-  """tinygrad's name; for the CPU also its own name and the cores that this process may use."""
-  if name != "CPU": return name
-  cpu = platform.processor() or platform.machine()
-  with contextlib.suppress(OSError, StopIteration):
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  return f"CPU: {cpu}, {cores} cores"
-
 def parameters(checkpoint: Checkpoint) -> tuple[int, int]:
   """(of the target, of the checkpoint's own draft). Scales and routing tables are not counted."""
   expected, sums = expected_tensors(checkpoint.config), [0, 0]
@@ -275,27 +249,27 @@ class Bench:
         labels.append(self.once(model, ids, 2, temperature=t, seed=0, depth=depth).stats.verifier)
     return list(dict.fromkeys(labels))
 
-  def head(self, command: str, labels: list[str]) -> dict[str, Any]:
+  def head(self, said: str, labels: list[str]) -> dict[str, Any]:
     """Under what circumstances the figures came about: shown, and returned for the JSON."""
     args, checkpoint = self.args, self.model.engine.checkpoint
     of_target, of_draft = parameters(checkpoint)
     own = self.draft == "dspark"
     head = {"schema": SCHEMA, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": command, "commit": commit(), "python": platform.python_version(),
+            "command": said, "commit": commit(), "python": platform.python_version(),
             "tinygrad": tinygrad_version(), "device": device(self.model.engine.device),
             "model": checkpoint.folder.resolve().name, "fingerprint": checkpoint.fingerprint, "parameters": of_target,
             "draft_parameters": of_draft if own else None, "numerics": NUMERICS, "draft": self.draft,
             "depth": self.depth, "verifier": labels, "repeat": args.repeat, "max_tokens": args.tokens,
             "seed": args.seed}
     size = f"{of_target / 1e6:.1f} M parameters" + (f" + {of_draft / 1e6:.1f} M of its draft" if own else "")
-    for name, text in (("command", command), ("commit", head["commit"]),
+    for name, text in (("command", said), ("commit", head["commit"]),
                        ("versions", f"Python {head['python']}, tinygrad {head['tinygrad']}"),
                        ("device", head["device"]), ("model", f"{head['model']}, {size}"), ("numerics", NUMERICS),
                        ("draft", f"{self.draft}, depth {self.depth}"), *(("verifier", label) for label in labels)):
       self.say(f"{name:9} {text}")
     return head
 
-  def run(self, command: str) -> dict[str, Any]:
+  def run(self, said: str) -> dict[str, Any]:
     args, rng = self.args, np.random.default_rng(self.args.seed)
     kinds = prompts(self.model, args, rng)
     lengths = [n for n in (128, 512) if n < self.model.max_context] if args.prefill is None else args.prefill
@@ -306,7 +280,7 @@ class Bench:
     replies = (len(lengths) + len(start)) * args.repeat + 1  # prefill, plain decoding, and its warm-up
     if self.depth: replies += 2 * len(temperatures) * (args.repeat * texts + 1) - 1 + temperatures.count(0) * texts
     self.bar.reset(replies)
-    head = self.head(command, self.warm(start[0]))
+    head = self.head(said, self.warm(start[0]))
     self.say("Warmed up: a reply during which anything compiled is not counted. Decoding is timed from the end of a "
              f"reply's first step.\nMedians of {args.repeat} runs (lowest..highest).")
 
@@ -329,27 +303,14 @@ class Bench:
     self.say("\n".join(["", *(f"warning: {text}" for text in self.warnings)]))
     return {**head, "prefill": prefill, "decode": decode, "speculative": cells, "warnings": self.warnings}
 
-def rounded(x: Any) -> Any:
-  """Floats to six digits after the point, which is less than any clock here can tell."""
-  if isinstance(x, dict): return {k: rounded(v) for k, v in x.items()}
-  if isinstance(x, list): return [rounded(v) for v in x]
-  return round(x, 6) if isinstance(x, float) else x
-
-def main(argv: Sequence[str] | None = None) -> int:
-  argv = sys.argv[1:] if argv is None else argv
-  try:
-    args = parse(argv)
-    specgrad.prepare()
-    with tqdm(desc="bench", unit=" runs", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
-      result = Bench(args, bar).run(shlex.join(["python", "scripts/bench.py", *argv]))
-    print(json.dumps(rounded(result), allow_nan=False))
-  except KeyboardInterrupt:
-    print("bench: interrupted", file=sys.stderr)
-    return 130
-  except (ValueError, ArithmeticError, MemoryError, OSError) as error:
-    if os.environ.get("DEBUG", "0") not in ("", "0"): raise
-    print(f"bench: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-    return 2
+def run(argv: Sequence[str]) -> int:
+  args = parse(argv)
+  specgrad.prepare()
+  with tqdm(desc="bench", unit=" runs", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
+    result = Bench(args, bar).run(command("bench", argv))
+  print(json.dumps(rounded(result), allow_nan=False))
   return 0
+
+def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("bench", run, argv)
 
 if __name__ == "__main__": sys.exit(main())
