@@ -70,10 +70,10 @@ def device(name: str) -> str:
   return f"CPU: {cpu}, {cores} cores"
 
 def rounded(x: Any) -> Any:
-  """Floats to six digits after the point, which is less than any clock here can tell."""
+  """Floats to nine digits, which is more than anything here is measured to."""
   if isinstance(x, dict): return {k: rounded(v) for k, v in x.items()}
   if isinstance(x, list): return [rounded(v) for v in x]
-  return round(x, 6) if isinstance(x, float) else x
+  return float(f"{x:.9g}") if isinstance(x, float) else x
 
 REAL, SYNTHETIC = ("code", "prose", "chat"), ("synthetic_random", "synthetic_repeat")
 SYNTHETIC_LENGTH = 64                                      # ids of a made prompt
