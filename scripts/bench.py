@@ -160,7 +160,7 @@ class Bench:
     """A reply from an empty cache in which nothing was compiled: otherwise it is made again."""
     while True:
       self.compiled = False
-      model.engine.held, model.engine.written = [], 0
+      model.reset()
       reply = model.generate(ids, max_tokens=tokens, **settings)
       if not self.compiled: break
     self.bar.update()

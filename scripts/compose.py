@@ -9,8 +9,8 @@ that cells are compared position by position:
            w4a8       packed weights; inputs of FP8 and FP4 products are rounded to e4m3 in groups of 128 besides
   kv       float32    window rows, compressed entries and indexer keys as computed, attention over them in float32
            fp8        rows of e4m3 with a bfloat16 tail, indexer keys of e2m1 with the Hadamard rotation of both sides,
-                      and the bfloat16 steps of computing rows and attending to them: kv_write, compress, index_topk,
-                      attend, and head_rope where it makes an indexer's query
+                      and the bfloat16 steps of computing rows and attending to them: kv_write, compress, index_topk, index_best,
+                      attend and its parts, and head_rope where it makes an indexer's query
   draft    full, quantised: all that the draft computes and holds, its ring included
 
 reference/float32 and w4a8/fp8 are the numerics that ship, and must have their bits. A checkpoint in 4 bits has no other
@@ -55,7 +55,7 @@ SCHEMA = "specgrad.compose/1"
 WEIGHTS, CACHES, DRAFTS = ("reference", "w4a16", "w4a8"), ("float32", "fp8"), ("full", "quantised")
 CELLS = tuple(f"{w}/{kv}" for w in WEIGHTS for kv in CACHES)
 REFERENCE, SHIPPED = CELLS[0], {"reference/float32": "reference", "w4a8/fp8": "w4a8"}
-OF_THE_CACHE = ("kv_write", "compress", "index_topk", "attend")
+OF_THE_CACHE = ("kv_write", "compress", "index_topk", "index_best", "attend", "attend_part", "attend_merge")
 SETTINGS = ("schema", "fingerprint", "reference", "tokens", "temperature", "probes", "seed", "prompts_sha256", "classes",
             "limit", "device")
 KEY = ("class", "source", "turn")
@@ -94,10 +94,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   return args
 
 # ------------------------------------------------------------------------------------------------ the cells
-def operations_of(name: str, weights: str, kv: str) -> SimpleNamespace:
-  """A target's operations on device `name`, each from the factor that it belongs to."""
+def operations_of(devices: Sequence[str], weights: str, kv: str) -> SimpleNamespace:
+  """A target's operations, each from the factor that it belongs to."""
   from specgrad.quant import operations
-  values, cache = operations(name, weights != "reference"), operations(name, kv == "fp8")
+  values, cache = operations(devices, weights != "reference"), operations(devices, kv == "fp8")
 
   def head_rope(*args: Any, index: bool = False, **more: Any) -> Any:
     return (cache if index else values).head_rope(*args, index=index, **more)
@@ -123,16 +123,20 @@ class Cells:
     from tinygrad import Tensor
 
     from specgrad.api import Model
+    from specgrad.engine import Slot
     from specgrad.models.deepseek_v4 import Cache
+    from specgrad.quant import lift
     weights, kv = cell.split("/")
     base = self.shipped["w4a8" if weights == "w4a8" else "reference"]
     engine, target = copy.copy(base.engine), copy.copy(base.engine.target)
-    target.ops, target.w4a8 = operations_of(engine.device, weights, kv), weights != "reference"  # w4a8: of the taps
-    engine.target, engine.graphs, engine.held, engine.written, engine.draft = target, {}, [], 0, None
-    engine.cache = Cache(base.config, base.max_context, engine.device, kv == "fp8")
+    target.ops, target.w4a8 = operations_of(engine.devices, weights, kv), weights != "reference"  # w4a8: of the taps
+    engine.target, engine.draft, engine.graphs, engine.lanes = target, None, {}, {}
+    engine.slot = [Slot() for _ in engine.slot]
+    engine.cache = Cache(base.config, base.max_context, engine.devices, kv == "fp8", engine.slots, engine.kv == "sharded")
     if draft:
       own: Any = copy.copy(self.shipped["w4a8" if draft == "quantised" else "reference"].engine.draft)
-      own.rings = [Tensor.empty(*r.shape, dtype=r.dtype, device=r.device).realize() for r in own.rings]
+      like = lift(lambda t: Tensor.empty(*t.shape, dtype=t.dtype, device=t.device).realize())
+      own.rings = [like(ring) for ring in own.rings]
       engine.draft = own
     return Model(engine, base.tokenizer)
 

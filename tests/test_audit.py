@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinygrad import Tensor
 
 from specgrad.spec import verify
 
@@ -18,11 +19,11 @@ SMALL = {"cases": 40, "steps": 300, "law_tokens": 24, "prompts": 1, "tokens": 8}
 
 def lenient(target_probs: Any, drafted: Any, draft_probs: Any, uniform: Any, lenience: float = 0.95) -> Any:
   """As verify.rejection, but a token may be drafted a little too often."""
-  at = drafted.reshape(-1, 1)
-  p, q = target_probs[:-1].gather(1, at).reshape(-1), draft_probs.gather(1, at).reshape(-1)
-  n = verify.accepted(uniform * q * lenience < p)
-  left = (target_probs[n] - draft_probs.pad(((0, 1), (0, 0)))[n]).maximum(0)
-  return n, (left.sum(1, keepdim=True) > 0).where(left, target_probs[n])
+  at = drafted.unsqueeze(-1)
+  p, q = target_probs[:, :-1].gather(2, at).squeeze(-1), draft_probs.gather(2, at).squeeze(-1)
+  n, lane = verify.accepted(uniform * q * lenience < p), Tensor.arange(drafted.shape[0])
+  left = (target_probs[lane, n] - draft_probs.pad(((0, 0), (0, 1), (0, 0)))[lane, n]).maximum(0)
+  return n, (left.sum(1, keepdim=True) > 0).where(left, target_probs[lane, n])
 
 # ------------------------------------------------------------------------------------------------ L0, L1
 @pytest.fixture(scope="module")
@@ -77,13 +78,16 @@ def test_steps_of_a_right_and_of_wrong_rules() -> None:
   for name in audit.WRONG_RULES:
     assert audit.holm(audit.step_tests(c, *audit.made_steps(c, n, 4, name)), audit.ALPHA), name
 
-def test_captured_steps_have_the_tables_they_are_held_to() -> None:
+@pytest.mark.parametrize("lanes", [1, 16])
+def test_captured_steps_have_the_tables_they_are_held_to(lanes: int) -> None:
   """At many steps the tests are sharp; here only that captured and made steps are laid out alike."""
   c, ticks = audit.chain(), []
-  accepted, tokens = audit.real_steps(c, 400, 1, "CPU", True, ticks.append)
-  assert accepted.shape == (400,) and tokens.shape == (400, 6) and sum(ticks) == 400
+  accepted, tokens = audit.real_steps(c, 400 * lanes, 1, "CPU", True, ticks.append, lanes)
+  assert accepted.shape == (400 * lanes,) and tokens.shape == (400 * lanes, 6) and sum(ticks) == 400 * lanes
   assert accepted.min() >= 0 and 2 < 1 + accepted.mean() * 2 < 5 and tokens.min() >= 0 and tokens.max() < 32
   assert min(audit.step_tests(c, accepted, tokens).values()) > 1e-4
+  blocks = {tuple(row) for row in np.column_stack([accepted, tokens])}
+  assert len(blocks) > 300 * lanes                         # no lane and no step has another's noise
 
 def test_a_scale_for_all_rows_couples_them() -> None:
   assert audit.scale_couples(True) and not audit.scale_couples(False)
