@@ -93,7 +93,7 @@ def looped(ids: Sequence[int]) -> bool:
   return any(again(period) for period in range(1, 33))
 
 class Measure:
-  """The model with its draft, and one without for plain decoding: a draft is fed even where it isn't asked."""
+  """The model with its draft, and one without for plain decoding, since a draft is fed even where it isn't asked."""
   def __init__(self, args: argparse.Namespace, bar: Any):
     self.args, self.bar, self.compiled = args, bar, False
     self.model = specgrad.load(args.model, numerics=args.numerics, draft=args.draft, progress=self.progress)
@@ -101,7 +101,7 @@ class Measure:
       raise ValueError("there is no draft, want a checkpoint with DSpark stages or --draft ngram")
     self.depth = self.model.depth if args.depth is None else args.depth
     self.model.verifier(temperature=0, depth=self.depth)   # refuses a depth that the draft doesn't have
-    self.plain = specgrad.load(args.model, numerics=args.numerics, draft="none", progress=self.progress)
+    self.plain = evidence.sibling(self.model)
 
   def progress(self, stage: str, done: int, total: int) -> None:
     if stage == "compile":

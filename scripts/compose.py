@@ -122,23 +122,18 @@ class Cells:
     """A model of one cell, with its own draft of that kind, or without any."""
     from tinygrad import Tensor
 
-    from specgrad.api import Model
-    from specgrad.engine import Slot
-    from specgrad.models.deepseek_v4 import Cache
     from specgrad.quant import lift
     weights, kv = cell.split("/")
-    base = self.shipped["w4a8" if weights == "w4a8" else "reference"]
-    engine, target = copy.copy(base.engine), copy.copy(base.engine.target)
+    model = evidence.sibling(self.shipped["w4a8" if weights == "w4a8" else "reference"], kv == "fp8")
+    engine, target = model.engine, copy.copy(model.engine.target)
     target.ops, target.w4a8 = operations_of(engine.devices, weights, kv), weights != "reference"  # w4a8: of the taps
-    engine.target, engine.draft, engine.graphs, engine.lanes = target, None, {}, {}
-    engine.slot = [Slot() for _ in engine.slot]
-    engine.cache = Cache(base.config, base.max_context, engine.devices, kv == "fp8", engine.slots, engine.kv == "sharded")
+    engine.target = target
     if draft:
       own: Any = copy.copy(self.shipped["w4a8" if draft == "quantised" else "reference"].engine.draft)
       like = lift(lambda t: Tensor.empty(*t.shape, dtype=t.dtype, device=t.device).realize())
       own.rings = [like(ring) for ring in own.rings]
       engine.draft = own
-    return Model(engine, base.tokenizer)
+    return model
 
 # ------------------------------------------------------------------------------------------------ one stream
 def log_law(logits: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -150,6 +151,18 @@ def prompts(model: Model, file: Path | None, kinds: Sequence[str] | None, limit:
     why = "this checkpoint has no tokenizer" if tokenizer is None else "the prompts have no such kind"
     raise ValueError(f"class {missing[0]!r} is not there: {why}")
   return found
+
+def sibling(model: Model, w4a8: bool | None = None) -> Model:
+  """A model on the same weights without a draft; cache, slots and graphs are its own. w4a8: what its cache holds."""
+  from specgrad.api import Model
+  from specgrad.engine import Slot
+  from specgrad.models.deepseek_v4 import Cache
+  engine = copy.copy(model.engine)
+  engine.draft, engine.graphs, engine.lanes = None, {}, {}
+  engine.slot = [Slot() for _ in engine.slot]
+  engine.cache = Cache(engine.config, model.max_context, engine.devices, engine.w4a8 if w4a8 is None else w4a8,
+                       engine.slots, engine.kv == "sharded")
+  return Model(engine, model.tokenizer)
 
 # ------------------------------------------------------------------------------------------------ intervals
 def interval(rows: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], seed: int = 0, resamples: int = 2000,
