@@ -41,6 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = Parser("accept", "Measure acceptance by class of prompt.")
   add = parser.add_argument
   add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
+  evidence.add_devices(parser)
   add("--numerics", choices=("w4a8", "reference"), default="w4a8", help="default: %(default)s")
   add("--draft", default="auto", metavar="D", help="auto, ngram, or the folder of a smaller checkpoint (default: auto)")
   add("--depth", type=int, metavar="K", help="tokens drafted a step (default: the draft's)")
@@ -96,7 +97,8 @@ class Measure:
   """The model with its draft, and one without for plain decoding, since a draft is fed even where it isn't asked."""
   def __init__(self, args: argparse.Namespace, bar: Any):
     self.args, self.bar, self.compiled = args, bar, False
-    self.model = specgrad.load(args.model, numerics=args.numerics, draft=args.draft, progress=self.progress)
+    self.model = specgrad.load(args.model, numerics=args.numerics, devices=args.devices, draft=args.draft,
+                               progress=self.progress)
     if not self.model.depth:
       raise ValueError("there is no draft, want a checkpoint with DSpark stages or --draft ngram")
     self.depth = self.model.depth if args.depth is None else args.depth

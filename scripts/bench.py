@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
   add("--draft", default="auto", metavar="D", help="auto, none, ngram, or the folder of a smaller checkpoint "
       "(default: auto, the checkpoint's own if it has one)")
-  add("--devices", default="CPU", metavar="A,B", help="tinygrad's names (default: %(default)s)")
+  evidence.add_devices(parser)
   add("--depth", metavar="K,K", help="tokens drafted a step; 0: plain decoding alone; several: which is best (default: "
       "the draft's)")
   add("--prefill", type=int, nargs="*", metavar="N", help="prompt lengths (default: 128 512, as the context allows)")
@@ -77,7 +77,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--model-name", metavar="NAME", help="for --url: what the server calls the model")
   add("--endpoint", choices=("completions", "chat"), default="completions", help="for --url (default: %(default)s)")
   args = parser.parse_args(argv)
-  args.devices = tuple(args.devices.split(","))
   args.depths, args.contexts = (numbers(flag, value) for flag, value in (("--depth", args.depth), ("--contexts", args.contexts)))
   args.mix = accept.parse_mix(args.mix) if args.mix else None
   args.scenario = args.scenario.split(",") if args.scenario else []

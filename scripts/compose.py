@@ -69,6 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                   "The last line of stdout is a JSON object with all of it. Exit status 0: all controls hold.")
   add = parser.add_argument
   add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
+  evidence.add_devices(parser)
   add("--reference", type=Path, metavar="DIR", help="the same model before it was quantised, for the reference weights "
       "(default: those of --model, dequantised)")
   add("--prompts", type=Path, metavar="FILE", help="JSONL as for scripts/accept.py (default: the checkpoint's)")
@@ -105,12 +106,12 @@ def operations_of(devices: Sequence[str], weights: str, kv: str) -> SimpleNamesp
 
 class Cells:
   """Models that share the weights of the two numerics that ship; buffers and graphs are each one's own."""
-  def __init__(self, folder: Path | None, draft: str, progress: Progress, wanted: Iterable[str] = CELLS,
-               reference: Path | None = None):
+  def __init__(self, folder: Path | None, devices: Sequence[str], draft: str, progress: Progress,
+               wanted: Iterable[str] = CELLS, reference: Path | None = None):
     packed = {cell.startswith("w4a8") for cell in wanted} | ({True, False} if draft != "none" else set())
     self.shipped = {"w4a8" if p else "reference":
                     specgrad.load(folder if p else reference or folder, numerics="w4a8" if p else "reference",
-                                  draft=draft, progress=progress) for p in sorted(packed)}
+                                  devices=devices, draft=draft, progress=progress) for p in sorted(packed)}
     configs = [m.config for m in self.shipped.values()]
     if configs[0] != configs[-1]:
       raise ValueError("--reference: its config.json differs from that of --model, want the same model")
@@ -169,7 +170,7 @@ class Measure:
 
     def progress(stage: str, done: int, total: int) -> None:
       if stage == "compile": bar.set_postfix_str("compiling" if done < total else "")
-    cells = Cells(args.model, "auto", progress, reference=args.reference)
+    cells = Cells(args.model, args.devices, "auto", progress, reference=args.reference)
     self.shipped, self.model = cells.shipped, cells.any
     self.drafts = DRAFTS if args.probes and self.model.depth else ()
     self.cells = {c: {d: cells.make(c, d) for d in self.drafts} or {"": cells.make(c)} for c in CELLS}

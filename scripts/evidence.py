@@ -36,6 +36,10 @@ class Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn: raise ValueError(f"{message}. --help lists the flags")
 
+def add_devices(parser: Parser) -> None:
+  parser.add_argument("--devices", type=lambda text: tuple(text.split(",")), default=("CPU",), metavar="A,B",
+                      help="tinygrad's names, such as CUDA,CUDA:1 (default: CPU)")
+
 def command(script: str, argv: Sequence[str]) -> str: return shlex.join(["python", f"scripts/{script}.py", *argv])
 
 def guarded(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:

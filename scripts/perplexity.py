@@ -40,6 +40,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = Parser("perplexity", "Perplexity of a text, and KL to a reference, by numerics and cache type.")
   add = parser.add_argument
   add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
+  evidence.add_devices(parser)
   add("--text", type=Path, metavar="FILE", help="UTF-8 text; or prompts.jsonl, whose texts and chats are scored each "
       "from its beginning (default: the checkpoint's prompts.jsonl)")
   add("--cells", default=",".join(compose.CELLS), metavar="A,B", help="of reference, w4a16, w4a8, each with /float32 or "
@@ -151,7 +152,7 @@ def measure(args: argparse.Namespace, said: str) -> tuple[dict[str, Any], list[d
   with tqdm(desc="perplexity", unit=" chunks", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
     def progress(stage: str, done: int, total: int) -> None:
       if stage == "compile": bar.set_postfix_str("compiling" if done < total else "")
-    cells = compose.Cells(args.model, "none", progress, args.cells)
+    cells = compose.Cells(args.model, args.devices, "none", progress, args.cells)
     model, checkpoint = cells.any, cells.any.engine.checkpoint
     if args.context > model.max_context + 1:
       raise ValueError(f"--context={args.context}, want at most {model.max_context + 1}")
