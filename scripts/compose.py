@@ -41,6 +41,7 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import audit
 import evidence
 from evidence import Parser, command, commit, device, rounded
 
@@ -61,7 +62,7 @@ SETTINGS = ("schema", "fingerprint", "reference", "tokens", "temperature", "prob
 KEY = ("class", "source", "turn")
 ENTROPY = (0.1, 1.0)                                       # nats: ends of the strata sure, between, open
 SUMS = ("kl", "hellinger2", "tv", "agree", "nll")
-RESAMPLES = 10000
+RESAMPLES, LEVEL = 10000, 0.05
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
@@ -312,7 +313,9 @@ def summarise(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str,
               if c["streams"] < 10]
   if len(rows) < head["jobs"]: warnings.append(f"{len(rows)} of {head['jobs']} streams: a shard, or interrupted")
   if not head["probes"]: warnings.append("no draft: the null control was not run")
+  signs = {f"{n}, {w} x fp8": x["p_sign"] for n, c in classes.items() for w, x in c["interaction"].items()}
   return {**head, "streams": len(rows), "controls": controls, "valid": not any(controls.values()),
+          "interactions_shown": audit.holm(signs, LEVEL),
           "all": group(real, head["seed"]) if real else None, "classes": classes, "warnings": warnings}
 
 # ------------------------------------------------------------------------------------------------ for people
@@ -346,7 +349,8 @@ def show(s: dict[str, Any]) -> str:
                          pair(x["overlap"], "+.4f") if last else "", pair(x["tokens_per_step"], "+.3f") if last else ""])
     lines += ["", evidence.table(drafts)]
   c = s["controls"]
-  lines += ["", f"control, reference cell twice: {c['again']} values differ",
+  lines += ["", f"interactions that the signs of I show, all classes together (Holm, {LEVEL:g}): "
+            + ("; ".join(s["interactions_shown"]) or "none"), f"control, reference cell twice: {c['again']} values differ",
             *(f"control, {n.removeprefix('shipped ')} and the shipped numerics: {v} values differ"
               for n, v in c.items() if n.startswith("shipped")),
             f"control, draft on the output law: {c['null']} logits differ, KL by {c['null_kl']:g}",

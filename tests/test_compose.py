@@ -75,6 +75,7 @@ def test_rho_of_errors_with_a_known_relation(share: float, rho: float) -> None:
     assert x["rho"]["value"] == pytest.approx(rho, abs=.03) and x["rho_hellinger2"]["value"] == pytest.approx(rho, abs=.03)
     assert x["rho"]["ci95"][0] - .02 <= rho <= x["rho"]["ci95"][1] + .02 and x["rho"]["ci95"][1] - x["rho"]["ci95"][0] < .2
     assert (x["p_sign"] > .01) is (rho == 0) and x["sources"] == 12
+    assert (f"code, {weights} x fp8" in s["interactions_shown"]) is (rho != 0)
     if rho: assert abs(x["I"]["value"]) > x["least_I_shown"]
   kl = {c: s["all"]["cells"][c]["kl"]["value"] for c in s["all"]["cells"]}
   assert kl["w4a8/fp8"] == pytest.approx((2 + 2 * share) * kl["reference/fp8"], rel=.05, abs=1e-9)
