@@ -40,11 +40,6 @@ class Stored(NamedTuple):
   data: Array
   scale: Array | None = None
 
-def cpu_fails(why: str) -> Any:
-  """Both implementations, the C kernels known to be wrong."""
-  broken = pytest.param(cpu, marks=pytest.mark.xfail(strict=True, reason=why))
-  return pytest.mark.parametrize("ops", [broken, twin], ids=["cpu", "twin"])
-
 CAPTURED = Captured()
 
 def run(ops: Any, name: str, *args: Any, **named: Any) -> tuple[Array, ...]:
@@ -959,7 +954,7 @@ def test_inside_a_precompiled_function() -> None:
     want = cpu.experts(cpu.linear(x, first, w4a8=True), *stacks, *chosen, limit, w4a8=True).numpy()
     assert inner(x, *parts, *chosen).numpy().tobytes() == want.tobytes()
 
-@cpu_fails("cpu.new() makes a whole result on every device, where a sharded one is wanted")
+@BOTH
 @pytest.mark.parametrize("kind", ["FP8", "FP4"])
 def test_linear_on_two_devices(ops: Any, kind: str) -> None:
   """Rows of the weight on two devices give columns of the result."""
@@ -968,3 +963,11 @@ def test_linear_on_two_devices(ops: Any, kind: str) -> None:
   got = ops.linear(Tensor(x).shard(devices).realize(), Weight(kind, *parts), w4a8=True)
   assert got.shape == (6, 10)
   alike(got.numpy(), run(cpu, "linear", x, w)[0], 0.01)
+
+def test_experts_on_two_devices() -> None:
+  """With copies of everything each device has the whole result, bit for bit."""
+  x, *w, ids, weights, limit = expert_args("FP4", "FP8", 128, 128, 128, 4, 2)(6)
+  copies = lambda a: Tensor(np.ascontiguousarray(a)).shard(("CPU", "CPU:1")).realize()
+  stacks = [Weight(m.kind, copies(m.data), copies(m.scale)) for m in w]
+  got = cpu.experts(copies(x), *stacks, copies(ids), copies(weights), limit, w4a8=True)
+  assert got.numpy().tobytes() == run(cpu, "experts", x, *w, ids, weights, limit)[0].tobytes()
