@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool =
   quantise, out = quantise and w4a8 and weight.kind in ("FP8", "FP4"), new(x, T, groups * N)
   if split > 1: out = Tensor(out.uop.unshard(1), device=devices)
   return run("linear", [out], [x, *parts(weight)], T=T, G=groups, N=N, K=K, K_MOST=K, KIND=weight.kind,
-             QUANTISE=int(quantise), ROUND=int(rounded and w4a8))[0]
+             QUANTISE=int(quantise), ROUND=int(rounded and w4a8), W4A8=int(w4a8))[0]
 
 def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | Tensor, s2: Weight | Tensor, ids: Tensor,
             weights: Tensor, limit: float, first: int = 0, rounded: bool = True, w4a8: bool = False) -> Tensor:
