@@ -29,7 +29,7 @@ from specgrad.encoding import THINK_END, Encoding, PromptError
 from specgrad.grammar import Mask, Vocabulary, call_grammar, json_grammar
 from specgrad.prompt import check_tokens, encode_chat, encode_text
 from specgrad.reply import ReplyParser
-from specgrad.request import Request, RequestError, parse, read_json
+from specgrad.request import Request, RequestError, parse, printable, read_json
 
 if TYPE_CHECKING:
   from specgrad.api import Model
@@ -242,4 +242,4 @@ def read_key(path: Path) -> str:
 
 def log(line: str) -> None:
   """To stderr, with whatever a client put into it made harmless."""
-  print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line), file=sys.stderr, flush=True)
+  print(printable(line), file=sys.stderr, flush=True)
