@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -241,5 +242,5 @@ def read_key(path: Path) -> str:
   return key
 
 def log(line: str) -> None:
-  """To stderr, with whatever a client put into it made harmless."""
-  print(printable(line), file=sys.stderr, flush=True)
+  """To stderr, with whatever a client put into it made harmless. That nobody reads it is no reason to stop."""
+  with contextlib.suppress(OSError): print(printable(line), file=sys.stderr, flush=True)
