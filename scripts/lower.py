@@ -38,8 +38,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.device import Compiler, DepsTracker
@@ -47,7 +45,9 @@ from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.helpers import Context, ansistrip
 from tinygrad.uop.ops import Ops, UOp
 
-from scripts.make_checkpoint import make
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from make_checkpoint import make
+
 from specgrad import plan as planning
 from specgrad import quant, weights
 from specgrad.checkpoint import RAW, Checkpoint
@@ -301,7 +301,7 @@ def text(found: dict[str, Any], limits: list[Limit]) -> str:
 def lower(checkpoint: Checkpoint, gpus: int, kv: str, users: int, context: int, arch: str, say: Callable[[str], None]) -> dict[str, Any]:
   """Everything that is printed, as one object. Raises PlanError, ValueError."""
   planning.plan(checkpoint, gpus, users, context, kv)      # raises what can't be
-  devices, seconds = tuple(["NULL", *(f"NULL:{i}" for i in range(1, gpus))]), dict[str, float]()
+  devices, seconds = ("NULL", *(f"NULL:{i}" for i in range(1, gpus))), dict[str, float]()
 
   def timed(name: str, f: Callable[..., Any], *args: Any) -> Any:
     say(name)
