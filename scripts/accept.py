@@ -7,10 +7,8 @@ without its class, the label of its verifier and the mix it stands for.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import evidence
-from bench import Parser, commit, device, rounded
+from evidence import Parser, command, commit, device, rounded
 
 import specgrad
 from specgrad.toolchain import tinygrad_version
@@ -34,15 +32,16 @@ SCHEMA = "specgrad.accept/1"
 BINS = {"0-31": (0, 32), "32-127": (32, 128), "128+": (128, 1 << 60)}
 SETTINGS = ("schema", "fingerprint", "numerics", "draft", "depth", "tokens", "temperature", "seed", "prompts_sha256",
             "classes", "limit", "probe", "device")         # what records of one file must share
+KEY = ("class", "source", "turn", "T")                     # what names a record
 SHORT = 200                                                # replies' tokens; fewer in a cell say little about it
 LOSSLESS = ("exact", "coupled")
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
-  parser = Parser(prog="scripts/accept.py", allow_abbrev=False, description="Measure acceptance by class of prompt.",
-                  epilog="The last line of stdout is the summary as one JSON object.")
+  parser = Parser("accept", "Measure acceptance by class of prompt.")
   add = parser.add_argument
   add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
+  evidence.add_devices(parser)
   add("--numerics", choices=("w4a8", "reference"), default="w4a8", help="default: %(default)s")
   add("--draft", default="auto", metavar="D", help="auto, ngram, or the folder of a smaller checkpoint (default: auto)")
   add("--depth", type=int, metavar="K", help="tokens drafted a step (default: the draft's)")
@@ -95,25 +94,26 @@ def looped(ids: Sequence[int]) -> bool:
   return any(again(period) for period in range(1, 33))
 
 class Measure:
-  """The model with its draft, and one without for plain decoding: a draft is fed even where it isn't asked."""
+  """The model with its draft, and one without for plain decoding, since a draft is fed even where it isn't asked."""
   def __init__(self, args: argparse.Namespace, bar: Any):
     self.args, self.bar, self.compiled = args, bar, False
-    self.model = specgrad.load(args.model, numerics=args.numerics, draft=args.draft, progress=self.progress)
+    self.model = specgrad.load(args.model, numerics=args.numerics, devices=args.devices, draft=args.draft,
+                               progress=self.progress)
     if not self.model.depth:
       raise ValueError("there is no draft, want a checkpoint with DSpark stages or --draft ngram")
     self.depth = self.model.depth if args.depth is None else args.depth
     self.model.verifier(temperature=0, depth=self.depth)   # refuses a depth that the draft doesn't have
-    self.plain = specgrad.load(args.model, numerics=args.numerics, draft="none", progress=self.progress)
+    self.plain = evidence.sibling(self.model)
 
   def progress(self, stage: str, done: int, total: int) -> None:
     if stage == "compile":
       self.compiled = True
       self.bar.set_postfix_str("compiling" if done < total else "")
 
-  def head(self, command: str, jobs: int) -> dict[str, Any]:
+  def head(self, said: str, jobs: int) -> dict[str, Any]:
     args, checkpoint = self.args, self.model.engine.checkpoint
     return {"schema": SCHEMA, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": command, "commit": commit(), "tinygrad": tinygrad_version(),
+            "command": said, "commit": commit(), "tinygrad": tinygrad_version(),
             "device": device(self.model.engine.device), "model": checkpoint.folder.resolve().name,
             "fingerprint": checkpoint.fingerprint, "numerics": args.numerics,
             "draft": "dspark" if args.draft == "auto" else Path(args.draft).name, "depth": self.depth,
@@ -407,37 +407,21 @@ def draw(s: dict[str, Any], path: Path) -> list[str]:
   return evidence.save(figure, path)
 
 # ------------------------------------------------------------------------------------------------ all of it
-def measure(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def measure(args: argparse.Namespace, said: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Head and records, those of an earlier run of the same file included."""
   specgrad.prepare()
   with tqdm(desc="accept", unit=" replies", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
     m = Measure(args, bar)
     found = evidence.prompts(m.model, args.prompts, args.classes, args.limit, args.seed)
     jobs = [(i, p, t) for i, (t, p) in enumerate((t, p) for t in args.temperature for p in found)]
-    records = evidence.Records(args.out, m.head(command, len(jobs)), SETTINGS)
-    done = {(r["class"], r["source"], r["turn"], r["T"]) for r in records.rows}
+    records = evidence.Records(args.out, m.head(said, len(jobs)), SETTINGS)
+    done = {tuple(r[k] for k in KEY) for r in records.rows}
     mine = [j for j in jobs if j[0] % args.shard[1] == args.shard[0]]
     bar.reset(len(mine))
     for i, p, t in mine:
       if (p.kind, p.source, p.turn, t) not in done: records.add(rounded(m.reply(p, t, i)))
       bar.update()
   return records.head, records.rows
-
-def merged(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-  """Shards as one. Raises ValueError where they differ in a setting or a reply is in two of them."""
-  heads, every, seen = list[dict[str, Any]](), list[dict[str, Any]](), set[tuple[Any, ...]]()
-  for path in paths:
-    head, rows = evidence.read_records(path)
-    heads.append(head)
-    for name in (n for n in SETTINGS if n != "device"):
-      if head.get(name) != heads[0].get(name):
-        raise ValueError(f"{path.name}: {name}={head.get(name)}, want {heads[0].get(name)} as in {paths[0].name}")
-    for r in rows:
-      key = (r["class"], r["source"], r["turn"], r["T"])
-      if key in seen: raise ValueError(f"{path.name}: {r['class']} {r['source']} is in two files")
-      seen.add(key)
-    every += rows
-  return heads[0], every
 
 def run(argv: Sequence[str]) -> int:
   args = parse(argv)
@@ -446,7 +430,7 @@ def run(argv: Sequence[str]) -> int:
     print(f"{args.check.name}: adds up")
     return 0
   if args.plot: evidence.plotting()                        # before hours are spent
-  head, rows = merged(args.merge) if args.merge else measure(args, shlex.join(["python", "scripts/accept.py", *argv]))
+  head, rows = evidence.merged(args.merge, SETTINGS, KEY) if args.merge else measure(args, command("accept", argv))
   if not rows: raise ValueError("no replies: nothing of this shard was there to measure")
   summary = rounded(summarise(head, rows, args.mix))
   validate(summary)
@@ -455,9 +439,6 @@ def run(argv: Sequence[str]) -> int:
   print(json.dumps(summary, allow_nan=False))
   return 0
 
-def main(argv: Sequence[str] | None = None) -> int:
-  argv = sys.argv[1:] if argv is None else argv
-  with contextlib.suppress(BrokenPipeError): return evidence.guarded("accept", lambda: run(argv))
-  return 1
+def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("accept", run, argv)
 
 if __name__ == "__main__": sys.exit(main())

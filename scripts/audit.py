@@ -11,12 +11,10 @@ times as many steps, and both stay in the record.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import itertools
 import json
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import evidence
-from bench import Parser, commit, device, rounded
+from evidence import Parser, command, commit, device, rounded
 
 import specgrad
 from specgrad.toolchain import tinygrad_version
@@ -44,11 +42,11 @@ Rule = Callable[[Array, Array, Array, Array], tuple[int, Array]]  # p (K+1, V), 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
-  parser = Parser(prog="scripts/audit.py", allow_abbrev=False,
-                  description="Show that speculation loses nothing, or find where it does.",
-                  epilog="The last line of stdout is a JSON object. Exit status 0: lossless is shown.")
+  parser = Parser("audit", "Show that speculation loses nothing, or find where it does.",
+                  "The last line of stdout is a JSON object. Exit status 0: lossless is shown.")
   add = parser.add_argument
   add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
+  evidence.add_devices(parser)
   add("--numerics", choices=("w4a8", "reference"), default="w4a8", help="default: %(default)s")
   add("--draft", default="auto", metavar="D", help="auto, ngram, or the folder of a smaller checkpoint (default: auto)")
   add("--depth", type=int, metavar="K", help="tokens drafted a step (default: the draft's)")
@@ -56,10 +54,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--quick", action="store_true", help="minutes instead of hours; bounds less")
   add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
   add("--out", type=Path, metavar="FILE", help="JSONL of the levels; an interrupted audit goes on there")
+  add("--shard", default="1/1", metavar="i/n", help="this machine's share of the replies of L3 and L4; the first does the "
+      "other levels, too. Exit status 0: none of it failed")
+  add("--merge", type=Path, nargs="+", metavar="FILE", help="the verdict over the files of all shards instead of running")
   add("--plot", type=Path, metavar="FILE", help="draw the tests, as PNG and SVG (needs the extra `plot`)")
   args = parser.parse_args(argv)
   for flag, value, least in (("--seed", args.seed, 0), ("--depth", 1 if args.depth is None else args.depth, 1)):
     if value < least: raise ValueError(f"{flag}={value}, want at least {least}")
+  args.shard = evidence.shard(args.shard)
   return args
 
 # ------------------------------------------------------------------------------------------------ rules in numpy
@@ -180,7 +182,7 @@ class Shipped:
               for a, d in ((p, np.float32), (x, np.int32), (q, np.float32), (u, np.float32))]
 
       def judge() -> Any:
-        n, weights = verify.rejection(*(h.tensor for h in held))  # looked up when captured: what is in force is judged
+        n, weights = verify.rejection(*(h.tensor.unsqueeze(0) for h in held))  # looked up when captured: what is in force
         return n.cast("float").reshape(-1).cat(weights.reshape(-1)).contiguous().realize()
       self.graphs[K, V] = held, captured(judge)
     held, jit = self.graphs[K, V]
@@ -195,9 +197,9 @@ def equal_is_right(name: str) -> int:
   from specgrad.spec import verify
   bits, wrong = lambda n: itertools.product(range(2), repeat=n), 0
   for t, d in list(itertools.product(bits(4), bits(3)))[::3]:
-    n, tokens = verify.equal(*(Tensor(np.array(a, np.int32), device=name) for a in (t, d)))
+    n, tokens = verify.equal(*(Tensor(np.array([a], np.int32), device=name) for a in (t, d)))
     want = next((k for k in range(3) if t[k] != d[k]), 3)
-    wrong += n.numpy()[0] != want or tokens.numpy()[:want + 1].tolist() != list(t[:want + 1])
+    wrong += n.numpy()[0] != want or tokens.numpy()[0, :want + 1].tolist() != list(t[:want + 1])
   return wrong
 
 def compiled_cases(rule: Rule, n: int, seed: int, V: int = 32, K: int = 5) -> tuple[int, float]:
@@ -237,7 +239,7 @@ def filters_error(name: str, w4a8: bool, seed: int) -> float:
   for t, top_p, top_k, min_p in ((1, 1, 0, 0), (.6, 1, 0, 0), (1, .9, 0, 0), (1, 1, 5, 0), (1, 1, 0, .1),
                                  (.8, .95, 20, .05)):
     logits = (3 * rng.standard_normal((4, 64))).astype(np.float32)
-    got = ops.probs(Tensor(logits, device=name), Tensor([t, top_p, top_k, min_p], dtype="float", device=name)).numpy()
+    got = ops.probs(Tensor(logits, device=name), Tensor([[t, top_p, top_k, min_p]], dtype="float", device=name)).numpy()
     worst = max(worst, *(float(np.abs(g - filtered(x.astype(np.float64), t, top_p, top_k, min_p)).max())
                          for g, x in zip(got, logits)))
   return worst
@@ -266,38 +268,42 @@ def chain(V: int = 32, K: int = 5) -> Chain:
   base, bias = 0.7 * rng.standard_normal((K, V)), 0.9 * rng.standard_normal((V, V))
   return Chain(*(a.astype(np.float32) for a in (bias + 0.9 * rng.standard_normal((V, V)), base, bias)))
 
-def real_steps(c: Chain, n: int, seed: int, name: str, w4a8: bool, tick: Callable[[int], None]) -> tuple[Array, Array]:
-  """n captured steps as the engine runs them, each after token 0 -> accepted (n,), tokens (n, K+1). Positions and noise
-  move on as in a reply."""
+def real_steps(c: Chain, n: int, seed: int, name: str, w4a8: bool, tick: Callable[[int], None], lanes: int = 1
+               ) -> tuple[Array, Array]:
+  """n captured steps as the engine runs them, `lanes` of them at once, each after token 0 -> accepted (n,), tokens
+  (n, K+1). Positions and noise move on as in a reply."""
   from tinygrad import Tensor
 
-  from specgrad.models.dspark import Draft
+  from specgrad.models.dspark import Draft, side_by_side
   from specgrad.quant import operations
   from specgrad.spec.step import Plan, State, run
   (K, V), place = c.base.shape, lambda a: Tensor(np.ascontiguousarray(a), device=name).clone().realize()
-  table, base, bias, anchor = *(place(a) for a in (c.table, c.base, c.bias)), Held(np.zeros(1, np.int32), name)
+  table, base, bias, anchor = *(place(a) for a in (c.table, c.base, c.bias)), Held(np.zeros(lanes, np.int32), name)
   zeros = lambda d, *shape: place(np.zeros(shape, d))
-  state = State(zeros(np.int32, 1), anchor.tensor, place(np.array([seed, 0], np.int32)),
-                place(np.array([1, 1, 0, 0], np.float32)), zeros(np.float32, 3), zeros(np.float32, V),
-                zeros(np.int32, 2, V))
+  seeds = np.stack([seed * lanes + np.arange(lanes), np.zeros(lanes)], axis=1).astype(np.int32)
+  state = State(place(np.stack([np.zeros(lanes), np.arange(lanes)]).astype(np.int32)), anchor.tensor, place(seeds),
+                place(np.tile(np.array([1, 1, 0, 0], np.float32), (lanes, 1))), zeros(np.float32, lanes, 3),
+                zeros(np.float32, lanes, V), zeros(np.int32, lanes, 2, V))
   target = SimpleNamespace(ops=operations(name, w4a8), config=SimpleNamespace(vocab_size=V), head=lambda h: table[h],
                            forward_taps=lambda rows, *rest: (rows, None))
 
-  def propose(anchor: Any, pos: Any, depth: int, choose: Any, context: int) -> Any:
+  def propose(anchor: Any, at: Any, depth: int, choose: Any, context: int) -> Any:
     before, laws = [anchor], []
     for k in range(depth):
       token, law = choose((base[k:k + 1] + bias[before[-1]]).contiguous(), k)
       before.append(token)
       laws.append(law)
-    return Draft(Tensor.cat(*before[1:]).contiguous(), Tensor.cat(*laws).contiguous())
+    return Draft(side_by_side(*before[1:]), side_by_side(*laws))
   draft = SimpleNamespace(tap_layers=(), depth_limit=K, propose=propose, commit=lambda rows, *rest: [rows])
   jit = captured(lambda: run(target, None, draft, state, Plan("rejection", K, K + 1, 0, False)))
-  start, out = np.zeros(1, np.int32), np.zeros((n, K + 2), np.int32)
-  for i in range(n):
+  calls, start = -(-n // lanes), np.zeros(lanes, np.int32)
+  out = np.zeros((calls, lanes, K + 2), np.int32)
+  for i in range(calls):
     anchor.write(start)
-    out[i] = read(jit(), np.int32)
-    if i % 100 == 99: tick(100)
-  return out[:, 0], out[:, 1:]
+    out[i] = read(jit(), np.int32).reshape(lanes, K + 2)
+    if i % 100 == 99: tick(100 * lanes)
+  packed = out.reshape(-1, K + 2)[:n]
+  return packed[:, 0], packed[:, 1:]
 
 def draw(rng: np.random.Generator, weights: Array) -> Array:
   """(n, V) weights -> (n,) one token by each row's."""
@@ -347,11 +353,14 @@ def chi_square(seen: Array, expected: Array) -> tuple[float, float]:
   return x, 0.5 * math.erfc(z / math.sqrt(2))
 
 def witness(inside: Array, chance: Array, tests: int = 3) -> tuple[float, float, float, float]:
-  """(z, p-value, mean shift, largest shift not ruled out): do tokens fall into their sets as often as p says? The last
-  holds at any length and for all of `tests` together (Azuma)."""
-  n, spread = len(inside), math.sqrt(float((chance * (1 - chance)).sum()))
-  shift = float((inside - chance).sum())
-  z = shift / spread if spread else 0.0
+  """(z, p-value, mean shift, largest shift not ruled out): do tokens fall into their sets as often as p says?"""
+  return shifted(np.array([len(inside), (inside - chance).sum(), (chance * (1 - chance)).sum()]), tests)
+
+def shifted(sums: Array, tests: int) -> tuple[float, float, float, float]:
+  """Of (tokens, sum of inside - chance, sum of variances). The largest shift holds at any length and for all of `tests`
+  together (Azuma)."""
+  n, shift, variance = sums.tolist()
+  z = shift / math.sqrt(variance) if variance else 0.0
   azuma = math.sqrt(math.log(2 * tests / ALPHA) / (2 * n)) if n else math.inf
   return z, tail(z), shift / max(n, 1), abs(shift) / max(n, 1) + azuma
 
@@ -404,7 +413,7 @@ WRONG_RULES: dict[str, tuple[Rule, bool]] = {  # rule, whether q is recorded wit
 class Audit:
   def __init__(self, args: argparse.Namespace, bar: Any):
     self.args, self.bar, self.sizes = args, bar, SIZES["quick" if args.quick else "full"]
-    self.model = specgrad.load(args.model, numerics=args.numerics, draft=args.draft)
+    self.model = specgrad.load(args.model, numerics=args.numerics, devices=args.devices, draft=args.draft)
     if not self.model.depth:
       raise ValueError("there is no draft, so nothing to audit; want a checkpoint with DSpark stages or --draft ngram")
     self.depth = self.model.depth if args.depth is None else args.depth
@@ -413,10 +422,10 @@ class Audit:
     self.device, self.w4a8 = self.model.engine.device, args.numerics == "w4a8"
     self.prompts = evidence.prompts(self.model, args.prompts, None, 64, args.seed)
 
-  def head(self, command: str) -> dict[str, Any]:
+  def head(self, said: str) -> dict[str, Any]:
     args, checkpoint = self.args, self.model.engine.checkpoint
     return {"schema": SCHEMA, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": command, "commit": commit(), "tinygrad": tinygrad_version(), "device": device(self.device),
+            "command": said, "commit": commit(), "tinygrad": tinygrad_version(), "device": device(self.device),
             "model": checkpoint.folder.resolve().name, "fingerprint": checkpoint.fingerprint,
             "numerics": args.numerics, "draft": "dspark" if args.draft == "auto" else Path(args.draft).name,
             "depth": self.depth, "verifiers": self.labels, "seed": args.seed, "quick": args.quick, "sizes": self.sizes,
@@ -446,7 +455,9 @@ class Audit:
     c, n, runs = chain(), self.sizes["steps"], list[dict[str, Any]]()
     for attempt in range(2):                               # the second one only confirms a red one
       steps, seed = n * (1, 4)[attempt], 1 + self.args.seed + 1000 * attempt
-      accepted, tokens = real_steps(c, steps, seed, self.device, self.w4a8, self.tick)
+      parts = [real_steps(c, steps // 2, seed + lanes, self.device, self.w4a8, self.tick, lanes) for lanes in (1, 16)]
+      accepted, tokens = (np.concatenate(x) for x in zip(*parts))
+      steps = len(accepted)
       values = step_tests(c, accepted, tokens)
       runs.append({"steps": steps, "seed": seed, "p_values": values, "rejected": holm(values, ALPHA)})
       first = np.bincount(tokens[:, 0], minlength=len(c.table)) / steps
@@ -455,7 +466,7 @@ class Audit:
     by_chance = 0.5 * math.sqrt((len(first) - 1) / steps)
     bound = distance + by_chance + math.sqrt(math.log(1 / ALPHA) / (2 * steps))
     red = len(runs) == 2 and bool(runs[1]["rejected"])
-    return {"passed": not red, "size": f"{runs[-1]['steps']} captured steps, V=32, K=5", "runs": runs,
+    return {"passed": not red, "size": f"{runs[-1]['steps']} captured steps, alone and 16 at once, V=32, K=5", "runs": runs,
             "bound_tv": bound,
             "found": f"rejected {', '.join(runs[-1]['rejected']) or 'nothing'} of {len(values)} tests; total "
                      f"variation of the first token at most {bound:.3f}"}
@@ -464,35 +475,18 @@ class Audit:
     """Sampled replies, and for each token whether it lies in sets that the laws before it settle. The draft's law is
     that of the greedy block from the step's start: beyond the first place it may differ from what was drawn from,
     which costs power and not validity. The target's law comes from prefill."""
-    classes, values, shifts = dict[str, Any](), dict[str, float](), dict[str, Any]()
-    kinds = dict.fromkeys(p.kind for p in self.prompts)
-    for kind in kinds:
-      inside, chance = (dict[str, list[float]]() for _ in range(2))
-      count, first = 0, np.zeros(3)                        # realised, expected, variance of the first place
+    (shard, shards), raw = self.args.shard, {"sums": {}, "first": {}, "tokens": {}}
+    for kind in dict.fromkeys(p.kind for p in self.prompts):
+      sums, count, first = dict[str, Array](), 0, np.zeros(3)  # first: realised, expected, variance of the first place
       own = [p for p in self.prompts if p.kind == kind]
-      for i, p in enumerate(itertools.islice(itertools.cycle(own), 100 * len(own))):
-        if count >= self.sizes["law_tokens"]: break
-        count += self.follow(p, 1 + self.args.seed + i, inside, chance, first)
-      for name in inside:
-        z, value, shift, bound = witness(np.array(inside[name]), np.array(chance[name]), len(inside) * len(kinds))
-        values[f"{kind}: {name}"] = value
-        shifts[f"{kind}: {name}"] = {"z": z, "shift": shift, "bound": bound, "tokens": len(inside[name])}
-      if first[2] > 0:
-        z = (first[0] - first[1]) / math.sqrt(first[2])
-        values[f"{kind}: first place accepted"] = tail(z)
-        shifts[f"{kind}: first place accepted"] = {"z": z, "realised": first[0], "expected": first[1]}
-      classes[kind] = count
-    rejected = [name for name, value in values.items() if value < ALPHA / len(values)]
-    bounds = [s["bound"] for s in shifts.values() if "bound" in s]
-    worst = max((abs(s["z"]) for s in shifts.values()), default=0.0)
-    total = sum(classes.values())
-    return {"passed": not rejected and total > 0, "size": f"{total} tokens of {len(classes)} classes, temperature 1",
-            "p_values": values, "shifts": shifts, "rejected": rejected, "bound_shift": max(bounds, default=1.0),
-            "found": f"rejected {', '.join(rejected) or 'nothing'} of {len(values)} tests, largest |z| {worst:.1f}; "
-                     f"mass of the sets shifted by at most {max(bounds, default=1.0):.3f} in any class"}
+      for i in range(shard, 100 * len(own), shards):
+        if count * shards >= self.sizes["law_tokens"]: break
+        count += self.follow(own[i % len(own)], 1 + self.args.seed + i, sums, first)
+      raw["sums"].update({f"{kind}: {name}": x.tolist() for name, x in sums.items()})
+      raw["first"][kind], raw["tokens"][kind] = first.tolist(), count
+    return judge3([raw])
 
-  def follow(self, p: evidence.Prompt, seed: int, inside: dict[str, list[float]], chance: dict[str, list[float]],
-             first: Array) -> int:
+  def follow(self, p: evidence.Prompt, seed: int, sums: dict[str, Array], first: Array) -> int:
     """One reply at temperature 1, token by token into the sums -> its tokens."""
     model, room = self.model, self.model.max_context - len(p.ids) - self.depth - 2
     if room < 1: return 0
@@ -516,8 +510,8 @@ class Audit:
         else: q = softmax(block.logits[row])
         law = laws[at + k]
         for name, members in sets(law[None], q[None]).items():
-          inside.setdefault(name, []).append(float(members[0, ids[at + k]]))
-          chance.setdefault(name, []).append(float(min(law[members[0]].sum(), 1)))
+          chance = min(float(law[members[0]].sum()), 1.0)
+          sums.setdefault(name, np.zeros(3))[:] += (1, members[0, ids[at + k]] - chance, chance * (1 - chance))
         if k == 0 and rule == "rejection":
           share = min(float(np.minimum(law, q).sum()), 1.0)
           first += (n > 0, share, share * (1 - share))
@@ -526,37 +520,40 @@ class Audit:
 
   def level4(self) -> dict[str, Any]:
     """Ids with the draft against those of plain decoding with as many rows a step; and against one row, where a
-    near-tie may fall the other way: then its margin is told."""
-    per_kind, width, tokens = dict[str, int](), self.depth + 1, 0
-    differ, one_row, margins = list[str](), 0, list[float]()
+    near-tie may fall the other way: then its margin is told. Penalties and a bias, which each row applies by its own
+    history, with the first prompt of each kind."""
+    width, (shard, shards), chosen, per_kind = self.depth + 1, self.args.shard, list[tuple[int, evidence.Prompt, bool]](), dict[str, int]()
     for i, p in enumerate(self.prompts):
-      if per_kind.get(f"{p.kind}{p.turn}", 0) == self.sizes["prompts"]: continue
-      per_kind[f"{p.kind}{p.turn}"] = per_kind.get(f"{p.kind}{p.turn}", 0) + 1
+      name = f"{p.kind}{p.turn}"
+      if per_kind.get(name, 0) == self.sizes["prompts"]: continue
+      per_kind[name] = per_kind.get(name, 0) + 1
+      chosen.append((i, p, per_kind[name] == 1))
+    raw: dict[str, Any] = {"width": width, "prompts": 0, "tokens": 0, "penalised": 0, "differ": [], "one_row": 0, "margins": [],
+                           "coupled": 0 if shard else self.rows_are_alone()}
+    for i, p, first in chosen[shard::shards]:
       n = min(self.sizes["tokens"], self.model.max_context - len(p.ids) - width - 1)
       if n < 1: continue
-      for t in (0.0, 1.0):
+      raw["prompts"] += 1
+      for t, extra in [(0.0, {}), (1.0, {}), *[(1.0, PENALTIES)] * first]:
         settings: dict[str, Any] = {"max_tokens": n, "temperature": t, "seed": self.args.seed + i,
-                                    "ignore_eos": p.synthetic}
+                                    "ignore_eos": p.synthetic, **extra}
         ids = list[list[int]]()
-        for more in ({"depth": self.depth, "coupled": t > 0}, {"depth": 0, "fixed_width": width}, {"depth": 0}):
+        one_row = [{"depth": 0}] if t == 0 else []
+        for more in ({"depth": self.depth, "coupled": t > 0}, {"depth": 0, "fixed_width": width}, *one_row):
           self.model.reset()
           ids.append(self.model.generate(p.ids, **settings, **more).ids)
-        tokens += len(ids[0])
-        if ids[0] != ids[1]: differ.append(f"{p.kind} {p.source} at temperature {t:g}")
-        if t == 0 and ids[0] != ids[2]:
+        raw["tokens"] += len(ids[0])
+        raw["penalised"] += len(ids[0]) * bool(extra)
+        said = f"{p.kind} {p.source} at temperature {t:g}" + (" with penalties" if extra else "")
+        if ids[0] != ids[1]: raw["differ"].append(said)
+        if one_row and ids[0] != ids[2]:
           at = next((j for j, (a, b) in enumerate(zip(ids[0], ids[2])) if a != b), None)
-          one_row += 1
+          raw["one_row"] += 1
           if at is not None:
             top = np.sort(self.model.logits([*p.ids, *ids[0][:at]])[-1])
-            margins.append(float(top[-1] - top[-2]))
+            raw["margins"].append(float(top[-1] - top[-2]))
         self.tick(len(ids[0]))
-    coupled = self.rows_are_alone()
-    return {"passed": not differ and not coupled and tokens > 0,
-            "size": f"{tokens} tokens of {sum(per_kind.values())} prompts, greedy and coupled",
-            "differ": differ, "differ_one_row": one_row, "margins_one_row": margins,
-            "found": f"{len(differ)} replies differ from plain decoding at {width} rows; {one_row} greedy ones at one "
-                     "row" + (f" (largest margin {max(margins):.1e})" if margins else "")
-                     + f"; logits changed by later rows in {coupled} of 3 prompts"}
+    return judge4([raw])
 
   def rows_are_alone(self) -> int:
     """Prompts whose logits change in any bit with what stands in the rows after them."""
@@ -586,6 +583,41 @@ class Audit:
             "found": ("all found" if not missed else "NOT found: " + ", ".join(missed)) +
                      ("; the right one passes" if fine else "; the right rule was REJECTED")}
 
+def judge3(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """L3 from the sums of all shards."""
+  sums, first, tokens = dict[str, Array](), dict[str, Array](), dict[str, int]()
+  for raw in parts:
+    for held, new in ((sums, raw["sums"]), (first, raw["first"])):
+      for name, x in new.items(): held[name] = held.get(name, np.zeros(3)) + np.array(x)
+    for kind, n in raw["tokens"].items(): tokens[kind] = tokens.get(kind, 0) + n
+  values, shifts = dict[str, float](), dict[str, Any]()
+  for name, x in sums.items():
+    z, values[name], shift, bound = shifted(x, len(sums))
+    shifts[name] = {"z": z, "shift": shift, "bound": bound, "tokens": int(x[0])}
+  for kind, (realised, expected, variance) in first.items():
+    if variance <= 0: continue
+    z, name = (realised - expected) / math.sqrt(variance), f"{kind}: first place accepted"
+    values[name], shifts[name] = tail(z), {"z": z, "realised": realised, "expected": expected}
+  rejected = [name for name, value in values.items() if value < ALPHA / len(values)]
+  bound = max((s["bound"] for s in shifts.values() if "bound" in s), default=1.0)
+  worst = max((abs(s["z"]) for s in shifts.values()), default=0.0)
+  total = sum(tokens.values())
+  return {"passed": not rejected and total > 0, "size": f"{total} tokens of {len(tokens)} classes, temperature 1",
+          "p_values": values, "shifts": shifts, "rejected": rejected, "bound_shift": bound,
+          "found": f"rejected {', '.join(rejected) or 'nothing'} of {len(values)} tests, largest |z| {worst:.1f}; "
+                   f"mass of the sets shifted by at most {bound:.3f} in any class",
+          "raw": {"sums": {n: x.tolist() for n, x in sums.items()}, "first": {n: x.tolist() for n, x in first.items()},
+                  "tokens": tokens}}
+
+def judge4(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """L4 from what all shards saw."""
+  x = {name: parts[0][name] if name == "width" else sum((raw[name] for raw in parts[1:]), parts[0][name]) for name in parts[0]}
+  margin = f" (largest margin {max(x['margins']):.1e})" if x["margins"] else ""
+  return {"passed": not x["differ"] and not x["coupled"] and x["tokens"] > 0,
+          "size": f"{x['tokens']} tokens of {x['prompts']} prompts, greedy and coupled, {x['penalised']} of them with penalties",
+          "found": f"{len(x['differ'])} replies differ from plain decoding at {x['width']} rows; {x['one_row']} greedy ones at one "
+                   f"row{margin}; logits changed by later rows in {x['coupled']} of 3 prompts", "raw": x}
+
 def scale_couples(per_tensor: bool) -> bool:
   """Whether the first row of an 8-bit product changes with the rows after it."""
   rng = np.random.default_rng(5)
@@ -597,10 +629,11 @@ def scale_couples(per_tensor: bool) -> bool:
   one, two = (product(np.concatenate([first, s * rng.standard_normal((5, 64))]))[0] for s in (1, 4))
   return not np.array_equal(one, two)
 
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {2: -1.0, 3: 1.0}}
 LEVELS = {"L0": "the rule, enumerated", "L1": "the compiled rule", "L2": "captured steps, known law",
           "L3": "law of real text", "L4": "ids against plain decoding", "L5": "wrong verifiers"}
 NOT_SHOWN = ("the bound of L3 is on the mass of its named sets, not on the whole law",
-             "filters are tested on made logits (L1), not along replies; penalties are not looked at",
+             "filters are tested on made logits (L1), not along replies; penalties by ids alone (L4)",
              "plain decoding here is that of this program: that the model itself is computed rightly is not looked at",
              "what was audited is this checkpoint, draft, depth, numerics and device; another one needs its own audit")
 
@@ -636,31 +669,54 @@ def plot(levels: dict[str, dict[str, Any]], path: Path) -> list[str]:
   ax.set(ylim=(len(values) - 0.5, -0.5), xlim=(0, 12.5), xlabel="-log10 of the p-value; right of the line it rejects")
   return evidence.save(figure, path)
 
-def run(argv: Sequence[str]) -> int:
-  args = parse(argv)
-  if args.plot: evidence.plotting()
+def measure(args: argparse.Namespace, said: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  """Head and a record for each level of this shard."""
   specgrad.prepare()
   with tqdm(desc="audit", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
-    audit = Audit(args, bar)
-    head = audit.head(shlex.join(["python", "scripts/audit.py", *argv]))
+    audit, shard = Audit(args, bar), f"{args.shard[0] + 1}/{args.shard[1]}"
+    head = {**audit.head(said), "shard": shard}
     records = evidence.Records(args.out, head, [k for k in head if k not in ("date", "command")])
-    done = {row["level"]: row for row in records.rows}
-    for name in LEVELS:
+    done = {row["level"] for row in records.rows}
+    for name in ("L3", "L4") if args.shard[0] else LEVELS:
       if name in done: continue
       bar.set_description(f"audit {name}")
       began = time.perf_counter()
       found = getattr(audit, f"level{name[1]}")()
-      records.add(rounded({"level": name, **found, "seconds": time.perf_counter() - began}))
-  levels = {row["level"]: row for row in records.rows}
-  print(show(records.head, levels))
+      records.add(rounded({"level": name, "shard": shard, **found, "seconds": time.perf_counter() - began}))
+  return records.head, records.rows
+
+def joined(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+  """The levels over all shards. Raises ValueError where one is missing."""
+  shards, levels = int(head["shard"].split("/")[1]), dict[str, dict[str, Any]]()
+  for name in LEVELS:
+    own = [r for r in rows if r["level"] == name]
+    want = range(1, shards + 1) if name in ("L3", "L4") else (1,)
+    if missing := [i for i in want if f"{i}/{shards}" not in [r["shard"] for r in own]]:
+      raise ValueError(f"{name}: shard {missing[0]}/{shards} is missing, want the files of all")
+    judge = {"L3": judge3, "L4": judge4}.get(name)
+    levels[name] = {**own[0], **(judge([r["raw"] for r in own]) if judge else {}), "seconds": sum(r["seconds"] for r in own)}
+  return levels
+
+def run(argv: Sequence[str]) -> int:
+  args = parse(argv)
+  if args.plot: evidence.plotting()
+  if args.merge:
+    head, _ = evidence.read_records(args.merge[0])
+    same = [k for k in head if k not in ("date", "command", "shard")]
+    head, rows = evidence.merged(args.merge, same, ("level", "shard"))
+  else: head, rows = measure(args, command("audit", argv))
+  if args.shard[1] > 1 and not args.merge:
+    for r in rows: print(f"{r['level']}  {LEVELS[r['level']]:28} {'pass' if r['passed'] else 'FAIL'}  {r['size']}\n{'':36} {r['found']}")
+    print(f"no verdict: shard {head['shard']}; --merge gives it from the files of all")
+    print(json.dumps(rounded({**head, "verdict": None, "levels": rows}), allow_nan=False))
+    return int(not all(r["passed"] for r in rows))
+  levels = joined(head, rows)
+  print(show(head, levels))
   if args.plot: print("plots: " + ", ".join(plot(levels, args.plot)))
-  result = {**records.head, "verdict": verdict(levels), "levels": levels, "not_shown": NOT_SHOWN}
+  result = {**head, "verdict": verdict(levels), "levels": levels, "not_shown": NOT_SHOWN}
   print(json.dumps(rounded(result), allow_nan=False))
   return 0 if result["verdict"] == "lossless" else 1
 
-def main(argv: Sequence[str] | None = None) -> int:
-  argv = sys.argv[1:] if argv is None else argv
-  with contextlib.suppress(BrokenPipeError): return evidence.guarded("audit", lambda: run(argv))
-  return 1
+def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("audit", run, argv)
 
 if __name__ == "__main__": sys.exit(main())

@@ -12,18 +12,19 @@ import functools
 import json
 import os
 import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import evidence
+
+import specgrad
+
 SCHEMA, RUNS, WARM = "specgrad.bench_kernels/1", 7, 3
 
 class Shapes(NamedTuple):
@@ -44,12 +45,8 @@ SHAPES = {"demo": Shapes(1024, 256, 256, 16, 128, 128, 2, 4, 128, (512, 4096), 1
           "mid": Shapes(8192, 4096, 2048, 40, 512, 512, 6, 16, 512, (512, 8192), 3 << 25),
           "real": Shapes(32768, 4096, 4096, 256, 2048, 2048, 6, 64, 512, (512, 8192, 131072), 1 << 30)}
 
-class Parser(argparse.ArgumentParser):
-  def error(self, message: str) -> NoReturn: raise ValueError(f"{message}. --help lists the flags")
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = Parser(prog="scripts/bench_kernels.py", allow_abbrev=False, description="Measure the kernels against memory bandwidth.",
-                  epilog="The last line of stdout is a JSON object with all of it.")
+  parser = evidence.Parser("bench_kernels", "Measure the kernels against memory bandwidth.")
   parser.add_argument("--device", default="CPU", metavar="D", help="CPU, CUDA or NV (default: CPU)")
   parser.add_argument("--shapes", default="mid", choices=list(SHAPES), help="demo, mid or real, the last those of V4-Flash (default: mid)")
   parser.add_argument("--rows", type=int, nargs="+", default=[1, 6, 128], metavar="M", help="of the products (default: 1 6 128)")
@@ -249,7 +246,8 @@ class Bench:
     self.experts()
     self.attend()
     if not self.rows: raise ValueError(f"--only={self.args.only}, want part of: linear MXFP4, linear FP8, experts, attend")
-    return {"schema": SCHEMA, "command": command, "commit": commit(), "device": device_name(self.device), "shapes": self.args.shapes,
+    return {"schema": SCHEMA, "command": command, "commit": evidence.commit(), "device": device_name(self.device),
+            "shapes": self.args.shapes,
             "clock": self.args.clock, "read_gb_s": statistics.median(self.reads), "rows": [asdict(r) for r in self.rows]}
 
 def device_name(name: str) -> str:
@@ -260,34 +258,17 @@ def device_name(name: str) -> str:
   from tinygrad import Device
   return f"{name}: {Device[name].renderer.target}"
 
-def commit() -> str:
-  """The checkout's commit, marked where tracked files differ from it; "unknown" where this is no checkout."""
-  def git(*words: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
-  try:
-    if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT: return "unknown"  # a folder of another project
-    return git("rev-parse", "HEAD") + ("-modified" if git("status", "--porcelain", "--untracked-files=no") else "")
-  except (OSError, subprocess.CalledProcessError): return "unknown"
-
-def main(argv: Sequence[str] | None = None) -> int:
-  argv = sys.argv[1:] if argv is None else argv
-  try:
-    args = parse(argv)
-    os.environ["DEV"] = args.device.split(":")[0]          # before tinygrad is imported
-    import specgrad
-    specgrad.prepare()
-    from tinygrad import Device
-    try: Device[args.device]
-    except Exception as error:
-      raise ValueError(f"--device={args.device} can't be opened: {' '.join(str(error).split())[:200]}") from None
-    print(json.dumps(Bench(args).run(shlex.join(["python", "scripts/bench_kernels.py", *argv]))))
-  except KeyboardInterrupt:
-    print("bench_kernels: interrupted", file=sys.stderr)
-    return 130
-  except (ValueError, ArithmeticError, MemoryError, OSError) as error:
-    if os.environ.get("DEBUG", "0") not in ("", "0"): raise
-    print(f"bench_kernels: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-    return 2
+def run(argv: Sequence[str]) -> int:
+  args = parse(argv)
+  os.environ["DEV"] = args.device.split(":")[0]            # before tinygrad is imported
+  specgrad.prepare()
+  from tinygrad import Device
+  try: Device[args.device]
+  except Exception as error:
+    raise ValueError(f"--device={args.device} can't be opened: {' '.join(str(error).split())[:200]}") from None
+  print(json.dumps(Bench(args).run(evidence.command("bench_kernels", argv))))
   return 0
+
+def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("bench_kernels", run, argv)
 
 if __name__ == "__main__": sys.exit(main())

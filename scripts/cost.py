@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import accept
 import evidence
-from bench import Parser, rounded
+from evidence import Parser, rounded
 
 SCHEMA, PRICES = "specgrad.cost/1", Path(__file__).resolve().parent / "data" / "prices.json"
 HOURS_A_YEAR, MILLION, STALE_DAYS = 8760, 1e6, 180
@@ -28,9 +28,7 @@ MADE = ("random", "repeat", *evidence.SYNTHETIC)           # kinds of prompts th
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
-  parser = Parser(prog="scripts/cost.py", allow_abbrev=False,
-                  description="Dollars per million tokens, from a measured run.",
-                  epilog="The last line of stdout is a JSON object with all of it.")
+  parser = Parser("cost", "Dollars per million tokens, from a measured run.")
   add = parser.add_argument
   add("--measured", type=Path, required=True, metavar="FILE", help="what scripts/accept.py or scripts/bench.py printed")
   add("--prefill", metavar="N|FILE", help="prompt tokens a second, or what scripts/bench.py printed (default: that of "
@@ -218,9 +216,6 @@ def run(argv: Sequence[str]) -> int:
   print(json.dumps(result, allow_nan=False))
   return 0
 
-def main(argv: Sequence[str] | None = None) -> int:
-  argv = sys.argv[1:] if argv is None else argv
-  with contextlib.suppress(BrokenPipeError): return evidence.guarded("cost", lambda: run(argv))
-  return 1
+def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("cost", run, argv)
 
 if __name__ == "__main__": sys.exit(main())

@@ -1,15 +1,22 @@
-"""What the evidence scripts share: prompts by class, intervals, records that can be resumed, plots, one-line errors."""
+"""What the measuring scripts share: their frame, prompts by class, intervals, records that can be resumed, plots."""
 from __future__ import annotations
 
+import argparse
+import contextlib
+import copy
 import hashlib
 import json
 import os
+import platform
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -19,6 +26,59 @@ from specgrad.prompt import encode_chat
 
 if TYPE_CHECKING:
   from specgrad.api import Model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# ------------------------------------------------------------------------------------------------ the frame
+class Parser(argparse.ArgumentParser):
+  def __init__(self, script: str, description: str, epilog: str = "The last line of stdout is a JSON object with all of it."):
+    super().__init__(prog=f"scripts/{script}.py", allow_abbrev=False, description=description, epilog=epilog)
+
+  def error(self, message: str) -> NoReturn: raise ValueError(f"{message}. --help lists the flags")
+
+def add_devices(parser: Parser) -> None:
+  parser.add_argument("--devices", type=lambda text: tuple(text.split(",")), default=("CPU",), metavar="A,B",
+                      help="tinygrad's names, such as CUDA,CUDA:1 (default: CPU)")
+
+def command(script: str, argv: Sequence[str]) -> str: return shlex.join(["python", f"scripts/{script}.py", *argv])
+
+def guarded(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
+  """The exit status: that of body, or 2 with one line for a user's mistake."""
+  try:
+    with contextlib.suppress(BrokenPipeError): return body(sys.argv[1:] if argv is None else argv)
+    return 1
+  except KeyboardInterrupt:
+    print(f"{name}: interrupted", file=sys.stderr)
+    return 130
+  except (ValueError, ArithmeticError, MemoryError, OSError) as error:
+    if os.environ.get("DEBUG", "0") not in ("", "0"): raise
+    print(f"{name}: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    return 2
+
+def commit() -> str:
+  """The checkout's commit, marked where tracked files differ from it; "unknown" where this is no checkout."""
+  def git(*words: str) -> str:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
+  try:
+    if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT: return "unknown"  # a folder of another project
+    return git("rev-parse", "HEAD") + ("-modified" if git("status", "--porcelain", "--untracked-files=no") else "")
+  except (OSError, subprocess.CalledProcessError): return "unknown"
+
+def device(name: str) -> str:
+  """tinygrad's name; for the CPU also its own name and the cores that this process may use."""
+  if name != "CPU": return name
+  cpu = platform.processor() or platform.machine()
+  with contextlib.suppress(OSError, StopIteration):
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  return f"CPU: {cpu}, {cores} cores"
+
+def rounded(x: Any) -> Any:
+  """Floats to nine digits, which is more than anything here is measured to."""
+  if isinstance(x, dict): return {k: rounded(v) for k, v in x.items()}
+  if isinstance(x, list): return [rounded(v) for v in x]
+  return float(f"{x:.9g}") if isinstance(x, float) else x
 
 REAL, SYNTHETIC = ("code", "prose", "chat"), ("synthetic_random", "synthetic_repeat")
 SYNTHETIC_LENGTH = 64                                      # ids of a made prompt
@@ -31,7 +91,6 @@ def verifier(label: str) -> dict[str, Any]:
     raise ValueError(f"verifier={label!r}, want a label such as the engine prints")
   return {**m.groupdict(), "depth": int(m["depth"]), "label": label}
 
-# ------------------------------------------------------------------------------------------------ prompts
 @dataclass(frozen=True)
 class Prompt:
   """Where a reply starts. Replies of one `source` (a prompt, a conversation) hang together: they are one cluster."""
@@ -97,17 +156,42 @@ def prompts(model: Model, file: Path | None, kinds: Sequence[str] | None, limit:
     raise ValueError(f"class {missing[0]!r} is not there: {why}")
   return found
 
+def sibling(model: Model, w4a8: bool | None = None) -> Model:
+  """A model on the same weights without a draft; cache, slots and graphs are its own. w4a8: what its cache holds."""
+  from specgrad.api import Model
+  from specgrad.engine import Slot
+  from specgrad.models.deepseek_v4 import Cache
+  engine = copy.copy(model.engine)
+  engine.draft, engine.graphs, engine.lanes = None, {}, {}
+  engine.slot = [Slot() for _ in engine.slot]
+  engine.cache = Cache(engine.config, model.max_context, engine.devices, engine.w4a8 if w4a8 is None else w4a8,
+                       engine.slots, engine.kv == "sharded")
+  return Model(engine, model.tokenizer)
+
 # ------------------------------------------------------------------------------------------------ intervals
-def interval(rows: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], seed: int = 0,
-             resamples: int = 2000) -> list[float] | None:
+def interval(rows: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], seed: int = 0, resamples: int = 2000,
+             bca: bool = False) -> list[float] | None:
   """rows (clusters, m) of sums; statistic: (B, m) sums over a resample -> (B,). The middle 95 % of it when clusters are
-  drawn with replacement. None from fewer than two clusters, which say nothing about their spread."""
+  drawn with replacement; bca: corrected for bias and skew (Efron 1987), for statistics that are no mean. None from fewer
+  than two clusters, which say nothing about their spread."""
   if len(rows) < 2: return None
   rng = np.random.default_rng(seed)
   times = rng.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), resamples)
-  with np.errstate(divide="ignore", invalid="ignore"): values = statistic(times @ rows)
-  values = values[np.isfinite(values)]
-  return [float(x) for x in np.quantile(values, [0.025, 0.975])] if len(values) else None
+  with np.errstate(divide="ignore", invalid="ignore"):
+    values, ends = statistic(times @ rows), [0.025, 0.975]
+    values = values[np.isfinite(values)]
+    if not len(values): return None
+    if bca:
+      law, one = NormalDist(), float(statistic(rows.sum(0, keepdims=True))[0])
+      jack = statistic(rows.sum(0) - rows)
+      jack = jack[np.isfinite(jack)]
+      d = jack.mean() - jack if len(jack) else np.zeros(1)
+      skew = float((d ** 3).sum() / (6 * (d ** 2).sum() ** 1.5)) if (d ** 2).sum() else 0.0
+      below = float((values < one).mean() + (values == one).mean() / 2)
+      if 0 < below < 1:
+        z0 = law.inv_cdf(below)
+        ends = [law.cdf(z0 + (z0 + z) / (1 - skew * (z0 + z))) for z in map(law.inv_cdf, ends)]
+  return [float(x) for x in np.quantile(values, ends)]
 
 # ------------------------------------------------------------------------------------------------ records
 def shard(text: str) -> tuple[int, int]:
@@ -150,6 +234,24 @@ class Records:
     if self.path:
       with self.path.open("a", encoding="utf-8") as f: f.write(json.dumps(row, allow_nan=False) + "\n")
 
+def merged(paths: Sequence[Path], settings: Sequence[str], key: Sequence[str]
+           ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  """Head and records of several shards as of one. Raises ValueError where they differ in a setting, or a record, which
+  the fields of `key` name, is in two of them."""
+  heads, every, seen = list[dict[str, Any]](), list[dict[str, Any]](), set[tuple[Any, ...]]()
+  for path in paths:
+    head, rows = read_records(path)
+    heads.append(head)
+    for name in (n for n in settings if n != "device"):
+      if head.get(name) != heads[0].get(name):
+        raise ValueError(f"{path.name}: {name}={head.get(name)}, want {heads[0].get(name)} as in {paths[0].name}")
+    for r in rows:
+      if (one := tuple(r.get(k) for k in key)) in seen:
+        raise ValueError(f"{path.name}: {' '.join(map(str, one))} is in two files")
+      seen.add(one)
+    every += rows
+  return heads[0], every
+
 def sha(path: Path) -> str: return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 # ------------------------------------------------------------------------------------------------ people
@@ -176,14 +278,3 @@ def table(rows: Iterable[Sequence[str]]) -> str:
   width = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
   return "\n".join("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(r, width))).rstrip()
                    for r in rows)
-
-def guarded(name: str, body: Callable[[], int]) -> int:
-  """The exit status: that of body, or 2 with one line for a user's mistake."""
-  try: return body()
-  except KeyboardInterrupt:
-    print(f"{name}: interrupted", file=sys.stderr)
-    return 130
-  except (ValueError, ArithmeticError, MemoryError, OSError) as error:
-    if os.environ.get("DEBUG", "0") not in ("", "0"): raise
-    print(f"{name}: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-    return 2

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specgrad.checkpoint import Checkpoint
+from specgrad.encoding import Encoding
 from specgrad.engine import Engine, Progress, Sampling, Stats
 from specgrad.tokenizer import StreamDecoder, Tokenizer
 
@@ -29,10 +30,39 @@ class DraftBlock:
   logits: np.ndarray | None
   confidence: np.ndarray | None
 
+class ReplyText:
+  """The text of a reply as its ids arrive, in blocks from anywhere. Text that may be the beginning of a stop string is held
+  back, half a character is never shown, and nothing counts after EOS or the token that completed a stop string: `ended`."""
+  def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = (), eos: int | None = None):
+    """eos: the id that ends a reply, none to go on past it. Without a tokenizer there are ids alone."""
+    self.decoder = StreamDecoder(tokenizer) if tokenizer else None
+    self.stop, self.eos, self.held, self.ended = stop, eos, "", False
+
+  def push(self, block: Sequence[int]) -> tuple[list[int], str]:
+    """-> the ids of the block that belong to the reply, and what can now be shown."""
+    new, shown = list[int](), ""
+    for token in block:                                    # token by token: a block may run past the end of the text
+      if self.ended: break
+      new.append(token)
+      if token == self.eos: shown, self.ended = shown + self.finish(), True
+      elif self.decoder:
+        self.held += self.decoder.push([token])
+        found = first_stop(self.held, self.stop)
+        safe = len(self.held) - overlap(self.held, self.stop) if found is None else found
+        shown, self.held = shown + self.held[:safe], self.held[safe:]
+        self.ended = found is not None
+    return new, shown
+
+  def finish(self) -> str:
+    """What is still held back, where the reply ends by itself."""
+    if self.ended or self.decoder is None: return ""
+    rest, self.held = self.held + self.decoder.finish(), ""
+    return rest
+
 @dataclass
 class Stream:
-  """Iterates over (new ids, new text) as a reply grows; `reply` holds all of it so far. Text that may be the beginning of a stop string
-  is held back, and half a character is never shown. interrupt() ends it after the step that is running."""
+  """Iterates over (new ids, new text) as a reply grows; `reply` holds all of it so far. interrupt() ends it after the step
+  that is running."""
   engine: Engine
   tokenizer: Tokenizer | None
   prompt: list[int]
@@ -55,34 +85,19 @@ class Stream:
   def interrupt(self) -> None: self.interrupted = True
 
   def __iter__(self) -> Iterator[tuple[list[int], str]]:
-    decoder = StreamDecoder(self.tokenizer) if self.tokenizer else None
-    eos, held = self.engine.config.eos_token_id, ""
+    text = ReplyText(self.tokenizer, self.stop, None if self.ignore_eos else self.engine.config.eos_token_id)
     for block in self.engine.generate(self.prompt, self.max_tokens, self.sampling, self.stats, self.depth, self.coupled, self.fixed_width,
                                       self.ignore_eos):
-      new: list[int] = []
-      shown = len(self.text)
-      for token in block:                                  # token by token: a block may run past the end of the text
-        new.append(token)
-        if decoder is None or (token == eos and not self.ignore_eos): continue
-        held += decoder.push([token])
-        if (found := first_stop(held, self.stop)) is not None:
-          self.text, held, self.stats.finish_reason = self.text + held[:found], "", "stop"
-          break
-        safe = len(held) - overlap(held, self.stop)
-        self.text, held = self.text + held[:safe], held[safe:]
+      new, shown = text.push(block)
       self.ids += new
       self.stats.tokens = len(self.ids)
-      if self.interrupted: self.stats.finish_reason = self.stats.finish_reason or "interrupted"
-      if self.stats.finish_reason and decoder:
-        self.text += held + decoder.finish() if not stopped(self.stats, held, new, eos) else held
-        held = ""
-      yield new, self.text[shown:]
+      if text.ended: self.stats.finish_reason = "stop"
+      elif self.interrupted: self.stats.finish_reason = self.stats.finish_reason or "interrupted"
+      if self.stats.finish_reason: shown += text.finish()
+      self.text += shown
+      yield new, shown
       if self.stats.finish_reason: return
     raise AssertionError("a reply ends with a reason")
-
-def stopped(stats: Stats, held: str, new: list[int], eos: int) -> bool:
-  """Whether a stop string ended the text: then no bytes are left to decode."""
-  return stats.finish_reason == "stop" and not held and new[-1] != eos
 
 def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
   """Index of the earliest stop string in text, or none."""
@@ -95,8 +110,9 @@ def overlap(text: str, stops: tuple[str, ...]) -> int:
 class Model:
   """A loaded checkpoint with the state of one conversation: a call whose ids begin with those of the call before computes
   only what is new. Not safe to use from several threads at once."""
-  def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
-    self.engine, self.tokenizer, self.config = engine, tokenizer, engine.config
+  def __init__(self, engine: Engine, tokenizer: Tokenizer | None, encoding: Encoding | None = None):
+    """encoding: the long literal texts of prompts, from the checkpoint's own folder."""
+    self.engine, self.tokenizer, self.config, self.encoding = engine, tokenizer, engine.config, encoding
 
   @property
   def max_context(self) -> int: return self.engine.max_context or 0
@@ -186,5 +202,7 @@ def load(path: str | Path | None = None, *, numerics: str = "w4a8", devices: Seq
   if tokenizer and tokenizer.n_vocab > checkpoint.config.vocab_size:
     raise ValueError(f"{folder.name}: tokenizer.json has {tokenizer.n_vocab} ids, want at most vocab_size={checkpoint.config.vocab_size}. "
                      "It belongs to another checkpoint")
+  encoding = Encoding.read(folder)
   silent: Progress = lambda stage, done, total: None
-  return Model(Engine(checkpoint, devices, max_context, numerics == "w4a8", str(draft), progress or silent, kv, slots), tokenizer)
+  return Model(Engine(checkpoint, devices, max_context, numerics == "w4a8", str(draft), progress or silent, kv, slots), tokenizer,
+               encoding)

@@ -8,7 +8,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +20,7 @@ from tinygrad.helpers import Context
 
 from specgrad import cpu_graph, lowering_cache
 from specgrad.checkpoint import Checkpoint
+from specgrad.config import Config
 from specgrad.models.deepseek_v4 import MAX_ROWS, Cache, Target, on_all
 from specgrad.models.dspark import Draft, DSpark
 from specgrad.models.small import SmallDraft
@@ -288,6 +289,65 @@ class Engine:
     than 2. A GPU waits for weights, whatever the rows."""
     return min(2, self.block) if self.device.split(":")[0] == "CPU" else self.block
 
+  # ---------------------------------------------------------------------------------------------- saved state
+  def buffers(self) -> dict[str, tuple[Tensor, Callable[[int], int]]]:
+    """Every buffer that earlier tokens left something in, by name: the buffer (slots, rows, bytes or channels), and how many of
+    a slot's rows n tokens need: of entries the finished ones, of which a device may have its share; a ring is needed whole."""
+    found: dict[str, tuple[Tensor, Callable[[int], int]]] = {}
+
+    def add(name: str, value: Any, ratio: int = 0, split: bool = False) -> None:
+      for i, tensor in enumerate(parts := flat((value,))):
+        first, step = (i, len(parts)) if split else (0, 1)
+        needed = functools.partial(lambda ratio, first, step, n: len(range(first, n // ratio, step)), ratio, first, step)
+        found[f"{name}.{i}" if len(parts) > 1 else name] = tensor, needed if ratio else functools.partial(lambda n, _: n, tensor.shape[1])
+
+    def add_cache(prefix: str, cache: Cache, config: Config) -> None:
+      for i, (layer, ratio) in enumerate(zip(cache.layers, config.compress_ratios)):
+        add(f"{prefix}.{i}.window", layer.window)
+        for kind, part in (("compressor", layer.compressor), ("indexer", layer.indexer)):
+          if not part: continue
+          add(f"{prefix}.{i}.{kind}.ring", part.ring)
+          add(f"{prefix}.{i}.{kind}.entries", part.entries, ratio, cache.split)
+    add_cache("target", self.cache, self.config)
+    if isinstance(self.draft, SmallDraft): add_cache("draft", self.draft.cache, self.draft.model.config)
+    if isinstance(self.draft, NgramDraft): add("draft.history", self.draft.history, 1)
+    if isinstance(self.draft, DSpark):
+      for i, ring in enumerate(self.draft.rings): add(f"draft.{i}.window", ring)
+    return found
+
+  @property
+  def kv_bytes(self) -> int:
+    """Bytes of the caches, target and draft, as allocated on all devices."""
+    return sum(int(tensor.nbytes()) for tensor, *_ in self.buffers().values())
+
+  def snapshot(self) -> dict[str, np.ndarray]:
+    """All that the processed tokens left in slot 0: "ids" int64 (n,), "written" int64 (1,), and the buffers' rows by name as
+    bytes, uint8 (rows, bytes of a row). Empty where nothing was processed."""
+    held = self.slot[0].held
+    if not (n := len(held)): return {}
+    out: dict[str, np.ndarray] = {"ids": np.array(held, np.int64), "written": np.array([self.slot[0].written], np.int64)}
+    for name, (tensor, needed) in self.buffers().items():
+      rows = np.frombuffer(tensor._buffer().as_memoryview(), np.uint8).reshape(*tensor.shape[:2], -1)[0]
+      out[name] = rows[:needed(n)]
+    return out
+
+  def restore(self, state: Mapping[str, np.ndarray]) -> None:
+    """Puts a snapshot back, and forgets all other slots: what follows is bit for bit what would have followed there. Raises
+    ValueError, with nothing touched, for one of another shape."""
+    mine = self.buffers()
+    ids = self.check(state.get("ids", np.zeros(0, np.int64)).tolist(), 0)
+    size = lambda t: int(t.nbytes()) // t.shape[0] // t.shape[1]
+    want: dict[str, tuple[int, ...]] = {name: (needed(len(ids)), size(t)) for name, (t, needed) in mine.items()} | {"written": (1,)}
+    for name, shape in want.items():
+      found = state[name].shape if name in state else None
+      if found != shape: raise ValueError(f"engine: state of {name}={found}, want {shape}. It is of other settings")
+    self.reset()
+    for name, (tensor, *_) in mine.items():
+      whole = np.zeros((*tensor.shape[:2], want[name][1]), np.uint8)
+      whole[0, :len(state[name])] = state[name]
+      put(tensor, whole)
+    self.slot[0] = Slot(ids, max(len(ids), int(state["written"][0])))
+
   # ---------------------------------------------------------------------------------------------- captured graphs
   def graph(self, name: str, build: Callable[[], Any], *key: Any) -> Any:
     """The captured graph of this name and key, called. It is captured on its first call: nothing in it needs a warm-up."""
@@ -482,7 +542,9 @@ class Engine:
       block = block[:n + 1]
       if not 0 <= n <= plan.depth or not all(0 <= t < self.config.vocab_size for t in block):
         if plan.depth: r.undraft(f"step {r.stats.steps} at position {r.pos} gave no usable token")
-        else: r.error, r.stats.finish_reason = f"engine: the logits at position {r.pos} are not finite", "error"
+        else:
+          r.error, r.stats.finish_reason = f"engine: the logits at position {r.pos} are not finite", "error"
+          self.slot[r.slot] = Slot()                       # whatever is wrong may lie in the rows: nobody is to go on from them
         blocks.append(Block([], None))
         continue
       self.slot[r.slot].held += [r.anchor, *block[:-1]]
@@ -548,8 +610,9 @@ def ranked(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
   """float32 (V,) -> the token's log probability, and the `top` most probable ones, best first."""
   best = float(logits.max())
   total = best + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
-  most = sorted(np.argpartition(-logits, top)[:top].tolist(), key=lambda t: (-logits[t], t)) if top else []
+  most = sorted(np.argpartition(-logits, min(top, len(logits)) - 1)[:top].tolist(), key=lambda t: (-logits[t], t)) if top else []
   return TokenLogprobs(float(logits[token]) - total, [(t, float(logits[t]) - total) for t in most])
+
 def paired(checkpoint: Checkpoint, path: str) -> Checkpoint:
   """The checkpoint in folder `path`, if it can draft for the first one. Raises ValueError that names what differs."""
   small = Checkpoint.open(path)

@@ -23,14 +23,14 @@ class PlanError(ValueError):
 @dataclass(frozen=True)
 class Split:
   """How a tensor is cut. axis: of a matrix as it is multiplied, 0 output rows, 1 input columns (partial sums are added
-  across devices); EXPERT: whole matrices by expert number, a block of neighbours to each device; None: a copy on each.
+  across devices); EXPERT: whole matrices by expert number, a block of neighbours to each device, as even as can be; None: a copy on each.
   count: the number of the configuration that the devices must divide."""
   axis: int | None
   count: str = ""
 
 EXPERT = -1
 WHOLE = Split(None)
-VOCABULARY, EXPERTS = Split(0, "vocab_size"), Split(EXPERT, "n_routed_experts")
+VOCABULARY, EXPERTS = Split(0, "vocab_size"), Split(EXPERT)
 HEADS = Split(0, "num_attention_heads")
 GROUPS, GROUPS_IN = Split(0, "o_groups"), Split(1, "o_groups")
 INNER, INNER_IN = Split(0, "moe_intermediate_size"), Split(1, "moe_intermediate_size")
@@ -234,7 +234,8 @@ def plan(checkpoint: Checkpoint, devices: int, users: int = 1, context: int | No
     if key not in sizes: sizes[key] = held_bytes(info, want, place.split, devices)  # the same for thousands of experts
     part.device += sizes[key]
   for part in (parts["routed experts"] for parts in (target, draft) if parts):
-    if placement["ffn.experts.w1"].split.axis == EXPERT: part.device //= devices
+    if placement["ffn.experts.w1"].split.axis == EXPERT:               # the device that has most
+      part.device = part.device // config.n_routed_experts * ceil(config.n_routed_experts / devices)
   return Plan(config, devices, users, context, kv, depth, target, draft, unloaded, placement)
 
 def _counts(placement: Mapping[str, Place]) -> list[str]:

@@ -121,13 +121,14 @@ def stream(checkpoint: Checkpoint, devices: str | Sequence[str], done: Callable[
       one = next(iter(mixed)) if len(mixed) == 1 else "F32"                                # which holds any mix
       values = []
       for r, (device, part) in enumerate(zip(devices, parts[held])):
-        mine = names[slice(*Part(0, r, n).of(len(names)))] if split[held] == EXPERT else names
+        E = checkpoint.config.n_routed_experts if ".experts." in held else 0
+        first, last = Part(0, r, n).of(E) if split[held] == EXPERT else (0, E)
+        mine = names[first * len(names) // E:last * len(names) // E] if E else names
 
         def read(name: str, part: Part = part, one: str = one) -> tuple[np.ndarray, ...]:
           if name.endswith("tid2eid"): return (checkpoint.read(name).astype(np.int32),)
           return tuple(c for c in stored(checkpoint, name, one, part) if c is not None)
-        experts = checkpoint.config.n_routed_experts * len(mine) // len(names) if ".experts." in held else 0
-        tensors = fill(ahead(pool, read, mine), len(mine), experts, device)
+        tensors = fill(ahead(pool, read, mine), len(mine), last - first, device)
         values.append(Weight(one, *tensors) if held in matrices else tensors[0])
       done(sum(checkpoint.tensors[t].nbytes for name in names for t in (name, checkpoint.scale_name(name)) if t))
       yield held, values[0] if n == 1 else Each(values)

@@ -102,6 +102,18 @@ def test_the_interval_of_known_data() -> None:
   alike = evidence.interval(np.ones((7, 2)), lambda s: s[:, 0] / s[:, 1])
   assert alike == [1, 1] and evidence.interval(rows[:1], lambda s: s[:, 0]) is None
 
+def test_the_corrected_interval_follows_a_skewed_statistic() -> None:
+  """The corrected ends of a monotone function of a mean are that function of the mean's ends; for a biased one (the
+  square of a mean near zero is too large on average) they lie lower than the plain ones."""
+  rows = np.stack([np.random.default_rng(0).exponential(size=60), np.ones(60)], axis=1)
+  mean, cube = (lambda s: s[:, 0] / s[:, 1]), (lambda s: (s[:, 0] / s[:, 1]) ** 3)
+  low, high = evidence.interval(rows, mean, bca=True)
+  assert evidence.interval(rows, cube, bca=True) == pytest.approx([low ** 3, high ** 3], rel=.02)
+  assert low > evidence.interval(rows, mean)[0] and high > evidence.interval(rows, mean)[1]  # skewed to the right
+  centred = rows - [rows[:, 0].mean() - .05, 0]
+  square = lambda s: (s[:, 0] / s[:, 1]) ** 2
+  assert evidence.interval(centred, square, bca=True)[1] < evidence.interval(centred, square)[1]
+
 def test_the_interval_draws_clusters() -> None:
   """The same values in 4 clusters instead of 400 are worth far less."""
   few = np.array([[0.0, 100.0], [0, 100], [100, 100], [100, 100]])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinygrad import Tensor
 
 from specgrad.spec import verify
 
@@ -18,11 +19,11 @@ SMALL = {"cases": 40, "steps": 300, "law_tokens": 24, "prompts": 1, "tokens": 8}
 
 def lenient(target_probs: Any, drafted: Any, draft_probs: Any, uniform: Any, lenience: float = 0.95) -> Any:
   """As verify.rejection, but a token may be drafted a little too often."""
-  at = drafted.reshape(-1, 1)
-  p, q = target_probs[:-1].gather(1, at).reshape(-1), draft_probs.gather(1, at).reshape(-1)
-  n = verify.accepted(uniform * q * lenience < p)
-  left = (target_probs[n] - draft_probs.pad(((0, 1), (0, 0)))[n]).maximum(0)
-  return n, (left.sum(1, keepdim=True) > 0).where(left, target_probs[n])
+  at = drafted.unsqueeze(-1)
+  p, q = target_probs[:, :-1].gather(2, at).squeeze(-1), draft_probs.gather(2, at).squeeze(-1)
+  n, lane = verify.accepted(uniform * q * lenience < p), Tensor.arange(drafted.shape[0])
+  left = (target_probs[lane, n] - draft_probs.pad(((0, 0), (0, 1), (0, 0)))[lane, n]).maximum(0)
+  return n, (left.sum(1, keepdim=True) > 0).where(left, target_probs[lane, n])
 
 # ------------------------------------------------------------------------------------------------ L0, L1
 @pytest.fixture(scope="module")
@@ -77,16 +78,48 @@ def test_steps_of_a_right_and_of_wrong_rules() -> None:
   for name in audit.WRONG_RULES:
     assert audit.holm(audit.step_tests(c, *audit.made_steps(c, n, 4, name)), audit.ALPHA), name
 
-def test_captured_steps_have_the_tables_they_are_held_to() -> None:
+@pytest.mark.parametrize("lanes", [1, 16])
+def test_captured_steps_have_the_tables_they_are_held_to(lanes: int) -> None:
   """At many steps the tests are sharp; here only that captured and made steps are laid out alike."""
   c, ticks = audit.chain(), []
-  accepted, tokens = audit.real_steps(c, 400, 1, "CPU", True, ticks.append)
-  assert accepted.shape == (400,) and tokens.shape == (400, 6) and sum(ticks) == 400
+  accepted, tokens = audit.real_steps(c, 400 * lanes, 1, "CPU", True, ticks.append, lanes)
+  assert accepted.shape == (400 * lanes,) and tokens.shape == (400 * lanes, 6) and sum(ticks) == 400 * lanes
   assert accepted.min() >= 0 and 2 < 1 + accepted.mean() * 2 < 5 and tokens.min() >= 0 and tokens.max() < 32
   assert min(audit.step_tests(c, accepted, tokens).values()) > 1e-4
+  blocks = {tuple(row) for row in np.column_stack([accepted, tokens])}
+  assert len(blocks) > 300 * lanes                         # no lane and no step has another's noise
 
 def test_a_scale_for_all_rows_couples_them() -> None:
   assert audit.scale_couples(True) and not audit.scale_couples(False)
+
+# ------------------------------------------------------------------------------------------------ shards
+def test_shards_are_judged_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  """10,000 tokens in a set of chance 1/2, 52 % of them inside: neither half shows it, both together do."""
+  half = lambda n, inside: {"sums": {"code: draft above target": [n, inside - n / 2, n / 4]}, "tokens": {"code": n},
+                            "first": {"code": [inside, n / 2, n / 4]}}
+  four = lambda differ: {"width": 3, "prompts": 1, "tokens": 5, "penalised": 0, "differ": differ, "one_row": 1, "margins": [.1],
+                         "coupled": 0}
+  one, two = audit.judge3([half(5000, 2600)]), audit.judge3([half(5000, 2600)])
+  both = audit.judge3([one["raw"], two["raw"]])
+  assert one["passed"] and two["passed"] and not both["passed"] and both["raw"]["tokens"] == {"code": 10000}
+  assert both["shifts"]["code: draft above target"]["z"] == pytest.approx(4)
+  assert both["shifts"]["code: draft above target"]["shift"] == pytest.approx(.02)
+  four1, four2 = audit.judge4([four([])]), audit.judge4([four(["code 1"])])
+  assert four1["passed"] and not audit.judge4([four1["raw"], four2["raw"]])["passed"]
+  head = {"schema": audit.SCHEMA, "model": "toy", "draft": "d", "depth": 2, "numerics": "n", "device": "CPU", "verifiers": [],
+          "alpha": 1e-3, "date": "", "command": ""}
+  fine = {"passed": True, "size": "", "found": "", "bound_tv": .1}
+  line = lambda name, i, found: {"level": name, "shard": f"{i}/2", "seconds": float(i), **found}
+  rows = [[line(n, 1, fine) for n in ("L0", "L1", "L2", "L5")], []]
+  for i in (1, 2): rows[i - 1] += [line("L3", i, audit.judge3([half(5000, 2500)])), line("L4", i, four1)]
+  files = [tmp_path / f"{i}.jsonl" for i in (1, 2)]
+  for i, file in enumerate(files):
+    file.write_text("".join(json.dumps(x) + "\n" for x in [{**head, "shard": f"{i + 1}/2"}, *rows[i]]))
+  assert audit.main(["--merge", *map(str, files)]) == 0
+  levels = json.loads(capsys.readouterr().out.splitlines()[-1])["levels"]
+  assert levels["L4"]["raw"]["tokens"] == 10 and levels["L3"]["seconds"] == 3
+  assert audit.main(["--merge", str(files[0])]) == 2
+  assert "L3: shard 2/2 is missing" in capsys.readouterr().err
 
 # ------------------------------------------------------------------------------------------------ verdicts
 def test_verdicts() -> None:
@@ -113,6 +146,15 @@ def test_an_audit_of_a_pair(shared: Path, tmp_path: Path, monkeypatch: pytest.Mo
   assert {n: x["passed"] for n, x in result["levels"].items()} == {n: n != "L5" for n in audit.LEVELS}
   assert all(found["L0"] for n, found in result["levels"]["L5"]["caught"].items() if n in audit.WRONG_RULES)
   assert result["levels"]["L3"]["bound_shift"] > .1 and "not shown" in said
+
+  assert result["levels"]["L4"]["raw"]["penalised"] == 16 and "16 of them with penalties" in said
+
+  part = tmp_path / "2.jsonl"
+  assert audit.main([*flags[:-1], str(part), "--shard", "2/2"]) == 0  # nothing failed, and nothing is shown
+  shard = json.loads(capsys.readouterr().out.splitlines()[-1])
+  assert shard["verdict"] is None and [x["level"] for x in shard["levels"]] == ["L3", "L4"]
+  assert audit.main(["--merge", str(part)]) == 2
+  assert "L0: shard 1/2 is missing" in capsys.readouterr().err
 
   head, *rows = [json.loads(line) for line in out.read_text().splitlines()]
   rows[5]["passed"] = True

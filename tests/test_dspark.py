@@ -19,16 +19,18 @@ from specgrad.models.dspark import DSpark
 BOUND = 5e-5                                               # what float32 sums in another order may move a logit
 LENGTHS = (2, 13, 40)
 CAPACITY = 512
+SLOT = 1                                                   # of three: where the sequence lives that a test feeds by itself
 Array = np.ndarray
 
 class Golden:
   """Every step of the reference: the ids before the block, the token it begins with, and the values by name."""
   def __init__(self, folder: Path):
     self.values = load_file(folder / "dspark_f32.safetensors")
-    self.model = load(folder / "ckpt", numerics="reference", max_context=CAPACITY)
+    self.model = load(folder / "ckpt", numerics="reference", max_context=CAPACITY, slots=3)
     draft = self.model.engine.draft
     assert isinstance(draft, DSpark)
     self.draft, self.engine, self.target = draft, self.model.engine, self.model.engine.target
+    self.at, self.anchor = ints([[0], [SLOT]]), ints([0])
 
   def ids(self, n: int) -> list[int]: return [*self.values[f"len{n}.input_ids"].tolist(), *self.values[f"len{n}.greedy_tokens"].tolist()]
 
@@ -62,12 +64,11 @@ def fill(golden: Golden, value: float) -> None:
 
 def commit(golden: Golden, ids: Sequence[int], start: int = 0, chunk: int = 32) -> None:
   """Target and draft take in ids[start:], in chunks padded to a captured size."""
-  for _ in golden.engine.feed(ids, start, chunk): pass
-  golden.engine.held = []                                  # nothing of it is to be reused
+  for _ in golden.engine.feed(ids, start, chunk, SLOT): pass
 
 def rows(golden: Golden, ids: Sequence[int], pos: int) -> None:
   """The same for rows that are all given."""
-  put(golden.engine.state.pos, np.array([pos], np.int32))
+  put(golden.engine.fill, np.array([[pos], [SLOT]], np.int32))
   put(golden.engine.rows[len(ids)], np.array(ids, np.int32))
   golden.engine.chunk(len(ids), CAPACITY)
 
@@ -76,12 +77,13 @@ def propose(golden: Golden, anchor: int, pos: int, depth: int = 5) -> dict[str, 
   def build() -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
     greedy = lambda logits, row: (golden.target.ops.argmax(logits), None)
-    block = golden.draft.propose(golden.engine.state.anchor, golden.engine.state.pos, depth, greedy, observe=seen.__setitem__)
+    block = golden.draft.propose(golden.anchor, golden.at, depth, greedy, observe=seen.__setitem__)
     assert block.logits is not None and block.confidence is not None and block.probs is None
     seen |= {"tokens": block.tokens, "logits": block.logits.contiguous(), "confidence": block.confidence.contiguous()}
     Tensor.realize(*seen.values())
     return seen
-  golden.engine.place(pos, anchor)
+  put(golden.at, np.array([[pos], [SLOT]], np.int32))
+  put(golden.anchor, np.array([anchor], np.int32))
   return {name: t.numpy().copy() for name, t in golden.engine.graph("test", build, depth).items()}
 
 def check(seen: dict[str, Array], want: dict[str, Array]) -> None:
@@ -117,9 +119,9 @@ def test_blocks_layer_by_layer(golden: Golden, n: int, value: float) -> None:
 @pytest.mark.parametrize("n", LENGTHS)
 def test_taps_and_context_rows(golden: Golden, n: int) -> None:
   ids, want = golden.steps(n)[0]
-  cache = Cache(golden.target.config, CAPACITY, golden.target.device)
+  cache = Cache(golden.target.config, CAPACITY, golden.target.devices)
   padded = ints([*ids[:-1], *[0] * (42 - len(ids))])
-  _, taps = golden.target.forward_taps(padded, ints([0]), cache, CAPACITY, golden.draft.tap_layers)
+  _, taps = golden.target.forward_taps(padded, ints([[0], [0]]), cache, CAPACITY, golden.draft.tap_layers)
   assert taps is not None
   held = golden.values[f"len{n}.prefill_main_hidden"]
   near(taps.numpy()[n - len(held):n], held)
@@ -172,7 +174,8 @@ def test_the_window_is_anchored_before_the_block(golden: Golden) -> None:
   def without(p: int) -> Array:
     for ring, held in zip(golden.draft.rings, rings):
       changed = held.copy()
-      changed[p % len(held)] *= -1
+      changed[SLOT, p % held.shape[1]] *= -1
+      changed[[i for i in range(len(held)) if i != SLOT]] = np.nan
       put(ring, changed)
     return propose(golden, ids[-1], pos)["base_logits"]
   for p in (pos - window - 1, pos, pos + 1, pos + 4): same(without(p), want)
@@ -201,7 +204,8 @@ def test_the_bias_follows_the_chosen_token(golden: Golden) -> None:
   commit(golden, ids[:-1])
   chosen = [9, 200, 9, 31, 77]
   laws = [np.full((1, 256), i, np.float32) for i in range(5)]
-  block = golden.draft.propose(ints([ids[-1]]), ints([len(ids) - 1]), 5, lambda logits, row: (ints([chosen[row]]), Tensor(laws[row])))
+  at, choose = ints([[len(ids) - 1], [SLOT]]), lambda logits, row: (ints([chosen[row]]), Tensor(laws[row]))
+  block = golden.draft.propose(ints([ids[-1]]), at, 5, choose)
   w1, w2 = (getattr(golden.draft.stages[-1].markov_head, f"markov_{n}").weight.numpy() for n in ("w1", "w2"))
   assert block.tokens.numpy().tolist() == chosen and block.logits is not None and block.probs is not None and block.confidence is not None
   before = [ids[-1], *chosen[:-1]]

@@ -2,6 +2,7 @@
 reply can end, and what a step costs. Nothing here knows what the checkpoint says."""
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ def text() -> list[int]: return np.random.default_rng(3).integers(3, 1000, 900).
 
 def forget(model: Model) -> None:
   """As after loading: nothing is held, and no byte of a cache is worth anything."""
-  model.engine.held, model.engine.written = [], 0
+  model.engine.reset()
   for b in model.engine.cache.buffers(): put(b, np.full(b.numpy().nbytes, 255, np.uint8))  # NaN as float32, bfloat16 and e4m3
 
 def cold(model: Model, ids: Sequence[int], n: int = SEEN, **settings: Any) -> list[int]:
@@ -111,7 +112,7 @@ def test_a_turn_after_eos(model: Model, text: list[int]) -> None:
     forget(model)
     reply = model.generate(text[:30], max_tokens=40)
     assert reply.ids == said[:said.index(eos) + 1] and reply.finish_reason == reply.stats.finish_reason == "stop"
-    assert eos not in model.engine.held
+    assert eos not in model.engine.slot[0].held
     ids = text[:30] + reply.ids + text[50:55]
     warm = model.generate(ids, max_tokens=SEEN)
     assert warm.stats.reused_tokens == 30 + len(reply.ids) - 1
@@ -140,8 +141,8 @@ def test_a_short_rewind_after_a_long_reply(model: Model, text: list[int]) -> Non
 @pytest.mark.parametrize("back, reused", [(MAX_ROWS, True), (MAX_ROWS + 1, False)])
 def test_the_longest_rewind(model: Model, text: list[int], back: int, reused: bool) -> None:
   said = cold(model, text[:230], 60)
-  n = model.engine.written - back
-  assert model.engine.written == 230 + 59
+  n = model.engine.slot[0].written - back
+  assert model.engine.slot[0].written == 230 + 59
   ids = (text[:230] + said)[:n] + [next(t for t in (5, 6) if t != (text[:230] + said)[n])]
   reply = model.generate(ids, max_tokens=SEEN)
   assert reply.stats.reused_tokens == (n if reused else 0)
@@ -154,10 +155,10 @@ def test_many_short_rewinds_add_up(model: Model, text: list[int]) -> None:
   for n in (280, 230, 190, 174, 173, 172, 100, 90):
     ids = [*text[:n], 9]
     warm = model.generate(ids, max_tokens=2).ids
-    state = [b.numpy().copy() for b in model.engine.cache.buffers()], list(model.engine.held), model.engine.written
+    state, slot = [b.numpy().copy() for b in model.engine.cache.buffers()], copy.deepcopy(model.engine.slot[0])
     assert warm == cold(model, ids, 2), n
-    for b, old in zip(model.engine.cache.buffers(), state[0]): put(b, old)
-    model.engine.held, model.engine.written = state[1:]
+    for b, old in zip(model.engine.cache.buffers(), state): put(b, old)
+    model.engine.slot[0] = slot
 
 # ------------------------------------------------------------------------------------------------ ends
 @pytest.mark.parametrize("n", [1, 2, 17])
@@ -184,7 +185,7 @@ def test_the_end_of_the_context(model: Model, short: Model, text: list[int], n: 
   forget(short)
   reply = short.generate(text[:n], max_tokens=1000)
   assert (len(reply.ids), reply.finish_reason) == (301 - n + 1, "context")
-  assert len(short.engine.held) == 301
+  assert len(short.engine.slot[0].held) == 301
   assert reply.ids == cold(model, text[:n], 301 - n + 1)
   exact = short.generate(text[:n], max_tokens=301 - n + 1)
   assert (exact.ids, exact.finish_reason) == (reply.ids, "length")
@@ -194,13 +195,13 @@ def test_no_write_past_the_last_slot(short: Model, text: list[int]) -> None:
   short.logits(text[:289])
   before = [b.numpy().copy() for b in short.engine.cache.buffers()]
   assert short.generate(text[:290], max_tokens=1000).stats.reused_tokens == 289
-  after = iter(b.numpy() for b in short.engine.cache.buffers())
-  old = iter(before)
+  after = iter(b.numpy()[0] for b in short.engine.cache.buffers())
+  old = iter(b[0] for b in before)
   fed = np.arange(289, 301)
   for ratio, layer in zip(short.config.compress_ratios, short.engine.cache.layers):
-    assert changed(next(old), next(after)) <= set(fed % layer.window.shape[0])  # padding may have held the same id
+    assert changed(next(old), next(after)) <= set(fed % layer.window.shape[1])  # padding may have held the same id
     for state in filter(None, (layer.compressor, layer.indexer)):
-      assert changed(next(old), next(after)) <= set(fed % state.ring.shape[0])
+      assert changed(next(old), next(after)) <= set(fed % state.ring.shape[1])
       assert changed(next(old), next(after)) == set(range(289 // ratio, 301 // ratio))
 
 def changed(a: Array, b: Array) -> set[int]: return set(np.flatnonzero((a.view(np.uint8) != b.view(np.uint8)).any(1)).tolist())

@@ -5,19 +5,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ["quant", "models", "spec", "engine", ("run", "serve")]  # each may import those before it
+LAYERS = ["quant", "models", "spec", "engine", ("api", "batch"), ("run", "serve")]  # each may import those before it
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in ([names] if isinstance(names, str) else names)}
-LEAVES = {"config", "checkpoint", "tokenizer", "prompt", "plan", "toolchain", "lowering_cache"}  # import no layer
+LEAVES = {"config", "checkpoint", "tokenizer", "prompt", "encoding", "reply", "plan", "toolchain", "lowering_cache",
+          "cpu_graph"}                                     # import no layer
 FORBIDDEN = {  # part of specgrad -> what it must not know
   "quant": {"numpy", "specgrad.checkpoint", "specgrad.tokenizer", "specgrad.prompt"},
   "models": {"numpy", "specgrad.checkpoint", "specgrad.tokenizer", "specgrad.prompt"},
   "spec": {"numpy", "specgrad.checkpoint", "specgrad.tokenizer", "specgrad.prompt"},
   "engine": {"specgrad.tokenizer", "specgrad.prompt", "http", "socketserver"},
+  "batch": {"tinygrad", "numpy", "specgrad.tokenizer", "specgrad.prompt", "http", "socketserver"},
   "run": {"tinygrad"},
   "serve": {"tinygrad"},
   "config": {"tinygrad"},
   "tokenizer": {"tinygrad"},
   "prompt": {"tinygrad"},
+  "encoding": {"tinygrad"},
+  "reply": {"tinygrad"},
   "plan": {"tinygrad"},
 }
 ONLY_IN = {"tiktoken": {"tokenizer"}, "tqdm": {"run", "engine"}}  # and tqdm in scripts
@@ -70,6 +74,9 @@ def test_layers(path: Path) -> None:
   ("specgrad/quant/x.py", "from specgrad import models", "specgrad.models"),
   ("specgrad/spec/x.py", "import specgrad.engine", "specgrad.engine"),
   ("specgrad/engine.py", "from specgrad.serve import app", "specgrad.serve"),
+  ("specgrad/engine.py", "from specgrad.batch import Batch", "specgrad.batch"),
+  ("specgrad/batch.py", "from specgrad import serve", "specgrad.serve"),
+  ("specgrad/batch.py", "from specgrad.api import Model", "specgrad.api"),
   ("specgrad/config.py", "from specgrad.quant import formats", "specgrad.quant"),
   ("specgrad/prompt.py", "from tinygrad import Tensor", "tinygrad"),
   ("specgrad/serve.py", "import tiktoken", "tiktoken"),

@@ -17,7 +17,7 @@ from tinygrad import Tensor, TinyJit
 import specgrad
 from specgrad.engine import put
 from specgrad.models.rope import frequencies
-from specgrad.quant import cpu, cuda, operations, twin
+from specgrad.quant import cpu, cuda, formats, operations, twin
 
 Array = np.ndarray
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 33)                    # the fast kernels tile rows: every rest occurs
@@ -705,3 +705,240 @@ def test_attend_block_sees_what_the_official_draft_sees(shared: Path, ops: Any) 
     want = u[f"dspark_idx.w8.p{p}"]
     first = want.max() - 4                                 # where the block begins in the official list
     assert [set(np.flatnonzero(o).tolist()) for o in out] == [{int(i if i < first else i - first + 8) for i in r if i >= 0} for r in want]
+
+# ------------------------------------------------------------------------------------------------ several sequences at once
+NAN_BYTE = 255                                             # NaN as e4m3, as half of a bfloat16 and as a scale
+SLOTS = {1: (2,), 3: (3, 0, 1), 4: (1, 4, 0, 2)}           # of five
+PLACES = (0, 37, 261, 6)                                   # where the sequences are
+# what the arguments are: r rows, c a cache, a the places, n a number of rows, s the same for all
+KINDS = {"rope_table": "sans", "kv_write": "crsras", "compress": "ccrssras", "index_topk": "rcrasss", "index_best": "rcrasssss",
+         "attend": "rccrsrasss", "attend_block": "rcrsras", "probs": "rr", "uniforms": "rass", "pick": "rrass", "markov": "rsssr"}
+
+def unwritten(*shape: int, dtype: Any) -> Array: return np.full(shape, NAN_BYTE if dtype == np.uint8 else np.nan, dtype)
+
+def rows_of(a: Array, w4a8: bool, r: int) -> Array:
+  """As a cache holds them; rows of NaN are NaN bytes."""
+  if not w4a8: return a
+  made = twin.encode_rows(Tensor(np.nan_to_num(a)), r).numpy().copy()
+  made[np.isnan(a).any(1)] = NAN_BYTE
+  return made
+
+def keys_of(a: Array, w4a8: bool) -> Array:
+  if not w4a8: return a
+  codes, scale = formats.quantise_e2m1(Tensor(np.nan_to_num(a)))
+  made = np.concatenate([codes.numpy(), scale.numpy()], 1)
+  made[np.isnan(a).any(1)] = NAN_BYTE
+  return made
+
+class Sequences:
+  """Four sequences that share nothing: each operation's arguments for one of them, in a cache of its own."""
+  H, d, r, ring, window, ratio, n, wide = 3, 72, 8, 48, 8, 4, 70, 33
+  def __init__(self, rows: int, w4a8: bool): self.rows, self.w4a8 = rows, w4a8
+
+  def args(self, name: str, b: int) -> tuple[Any, ...]:
+    T, d, pos = self.rows, self.d, PLACES[b]
+    p, seed = pos + np.arange(T), 100 * b
+    half = lambda *shape: rounded(normal(seed + len(shape), *shape))
+    freqs, turn = normal(4, self.r // 2), oracle.rope_table(p, normal(4, self.r // 2))
+    held = np.full((self.ring, d), np.nan, np.float32)
+    seen = np.arange(max(pos - self.window, 0), pos + T * (name == "attend"))
+    held[seen % self.ring] = normal(seed + 7, 800, d)[seen]
+    known = (pos + T) // self.ratio
+    entries, keys = (np.full((self.n + 3, width), np.nan, np.float32) for width in (d, 32))
+    entries[:known], keys[:known] = normal(seed + 8, known, d), normal(seed + 9, known, 32)
+    ring, entries = (rows_of(a, self.w4a8, self.r)[None] for a in (held, entries))
+    keys = keys_of(keys, self.w4a8)[None]
+    chosen = oracle.finished(p, self.ratio, self.n) & (np.random.default_rng(seed).random((T, self.n)) < 0.5)
+    sink, at = normal(3, self.H), start(pos)
+    if name == "rope_table": return freqs, at, T, 3
+    if name == "kv_write": return np.full_like(ring, NAN_BYTE if self.w4a8 else np.nan), half(T, d), normal(2, d), turn, at, 1e-6
+    if name == "compress":
+      before = np.full((1, 40, 4 * d), np.nan, np.float32)
+      before[0, np.arange(max(pos - 8, 0), pos) % 40] = normal(seed, 8, 4 * d)[max(8 - pos, 0):]
+      turns = oracle.rope_table((pos // 4 + np.arange(-(-T // 4))) * 4, freqs)
+      weights = normal(2, 4, 2 * d), normal(3, d)
+      return before, unwritten(*entries.shape, dtype=entries.dtype), normal(seed + 5, T, 4 * d), *weights, turns, at, 1e-6
+    if name in ("index_topk", "index_best"):
+      ranks = (1, 3) if name == "index_best" else ()
+      return half(T, 4, 32), keys[:, ranks[0]::3] if ranks else keys, half(T, 4), at, self.n, 12, self.ratio, *ranks
+    if name == "attend": return half(T, self.H, d), ring, entries, chosen, sink, turn, at, self.window, self.n, self.ratio
+    if name == "attend_block": return half(T, self.H, d), ring, half(T, d), sink, turn, at, self.window
+    logits, dice = normal(seed, T, self.wide, scale=2), ints(seed, -7 * b)[None]
+    if name == "probs": return logits, settings(*[(0.7, 0.9, 0, 0), (0, 1, 0, 0), (2, 1, 5, 0), (1, 0.4, 0, 0.1)][b])
+    if name == "uniforms": return dice, at, T, 1
+    if name == "pick": return np.exp(logits), dice, at, 1, 2
+    return normal(seed, 4, self.wide), 2, normal(1, self.wide, 9), normal(2, self.wide, 9), ints(b)  # markov
+
+  def together(self, name: str, who: Sequence[int]) -> tuple[Any, ...]:
+    alone, slots, made = [self.args(name, b) for b in who], SLOTS[len(who)], []
+    for kind, *given in zip(KINDS[name], *alone):
+      if kind == "r": made.append(np.concatenate(given))
+      elif kind == "c":
+        whole = unwritten(5, *given[0].shape[1:], dtype=given[0].dtype)
+        for slot, a in zip(slots, given): whole[slot] = a[0]
+        made.append(whole)
+      elif kind == "a": made.append(np.stack([np.array([PLACES[b] for b in who], np.int32), np.array(slots, np.int32)]))
+      else: made.append(given[0] * len(who) if kind == "n" else given[0])
+    return tuple(made)
+
+def rounded(a: Array) -> Array:
+  """To bfloat16 and back."""
+  return formats.bf16(Tensor(a)).numpy()
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sequences_do_not_touch_each_other(name: str) -> None:
+  """Each sequence's rows have the bits that they have alone, in every batch and slot, and slots of nobody keep theirs; the
+  twin agrees."""
+  for w4a8, T in ((False, 6), (False, 1), (True, 6)):
+    if w4a8 and "w4a8" not in inspect.signature(getattr(twin, name)).parameters: continue
+    more, s = {"w4a8": True} if w4a8 else {}, Sequences(T, w4a8)
+    ops, alone = cpu if hasattr(cpu, name) else twin, []
+    for b in range(4): alone.append(run(ops, name, *s.args(name, b), **more))
+    for who in ((1,), (2, 0, 3), (0, 1, 2, 3)):
+      args = s.together(name, who)
+      got = run(ops, name, *args, **more)
+      for i, mine in enumerate(got):
+        if name in ("kv_write", "compress"):
+          want = args[i].copy()
+          for b, slot in zip(who, SLOTS[len(who)]): want[slot] = alone[b][i][0]
+        else: want = np.concatenate([alone[b][i] for b in who])
+        assert mine.tobytes() == want.tobytes(), (who, w4a8)
+      if len(who) != 3 or T == 1: continue
+      for i, (mine, other) in enumerate(zip(got, run(twin, name, *args, **more), strict=True)):
+        if name == "compress" and i:                       # begun, not finished
+          for b, slot in zip(who, SLOTS[3]): other[slot, (PLACES[b] + T) // 4:] = mine[slot, (PLACES[b] + T) // 4:]
+        near(mine, other, w4a8)
+
+def near(got: Array, want: Array, w4a8: bool) -> None:
+  """A place or a row mistaken for another shows; which maximum a value was rounded against does not."""
+  assert got.shape == want.shape and got.dtype == want.dtype
+  if not got.size: return
+  if got.dtype != np.float32: assert (got != want).mean() <= 0.06 * w4a8  # rows end in padding
+  else:
+    assert (np.isnan(got) == np.isnan(want)).all() and (np.isinf(got) == np.isinf(want)).all()
+    got, want = (np.nan_to_num(a, posinf=0, neginf=0) for a in (got, want))
+    assert np.abs(got - want).max() <= (0.03 if w4a8 else 1e-5) * max(np.abs(want).max(), 1)
+
+def test_probs_at_temperature_zero() -> None:
+  """The first of the largest, with certainty, whatever the filters; a row that can't be drawn from stays NaN."""
+  x = normal(1, 8, 9)
+  x[1, [4, 7]], x[2], x[3, 2], x[6, 0], x[7, 1:] = 9, -np.inf, np.nan, np.inf, -np.inf
+  want = np.zeros((8, 9), np.float32)
+  want[np.arange(8), x.argmax(1)] = 1
+  want[[2, 3, 6]] = np.nan
+  for ops in (cpu, twin):
+    both = run(ops, "probs", np.concatenate([x, x]), np.array([[0, 0.3, 2, 0.5], [1, 1, 0, 0]], np.float32))[0]
+    assert both[:8].tobytes() == want.tobytes() or (np.nan_to_num(both[:8], nan=7) == np.nan_to_num(want, nan=7)).all()
+    assert ((both[8:] > 0).sum(1) == [9, 9, 0, 0, 9, 9, 0, 1]).all()
+
+# ------------------------------------------------------------------------------------------------ entries spread over devices
+def shared_out(entries: Array, ranks: int) -> list[Array]:
+  """(S, C, row) -> of each rank (S, C / ranks, row)."""
+  return [entries[:, r::ranks].copy() for r in range(ranks)]
+
+@pytest.mark.parametrize("w4a8", [False, True], ids=["f32", "w4a8"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_compress_keeps_its_own_entries(ranks: int, w4a8: bool) -> None:
+  """Each rank's rows are every ranks-th of what one device would write, and nothing else is written."""
+  for T in (1, 13):
+    s = Sequences(T, w4a8)
+    args = s.together("compress", (2, 0, 3))
+    ring, whole = run(cpu, "compress", *args, w4a8=w4a8)
+    for rank in range(ranks):
+      mine = (args[0], args[1][:, :-(-(s.n + 3) // ranks)], *args[2:])
+      for ops in (cpu, twin):
+        held, got = run(ops, "compress", *mine, rank=rank, ranks=ranks, w4a8=w4a8)
+        near(held, ring, False)
+        for b, slot in zip((2, 0, 3), SLOTS[3]):
+          done = list(range(rank, (PLACES[b] + T) // 4, ranks))
+          near(got[slot, :len(done)], whole[slot, done], w4a8)
+          if ops is cpu: assert got[slot, len(done):].tobytes() == mine[1][slot, len(done):].tobytes()
+          else: assert (got[slot, len(done) + 5:] == got[slot, -1]).all() or np.isnan(got[slot, len(done) + 5:]).all()
+        assert got[2].tobytes() == mine[1][2].tobytes()
+
+def indexed(T: int, w4a8: bool, seed: int) -> tuple[Any, ...]:
+  """Two sequences whose scores are small exact numbers, most of them equal and many zero or negative."""
+  rng, n = np.random.default_rng(seed), 90
+  q, weight = rng.integers(-1, 2, (2 * T, 2, 32)).astype(np.float32), rng.integers(-1, 3, (2 * T, 2)).astype(np.float32)
+  at = np.array([[4 * n - T, 70], [2, 0]], np.int32)
+  keys = np.full((3, n + 5, 32), np.nan, np.float32)
+  for b in (0, 1): keys[at[1, b], :(at[0, b] + T) // 4] = rng.integers(-1, 2, ((at[0, b] + T) // 4, 32))
+  keys[2, 10:20] = keys[2, 0]
+  weight[1], q[2 % T] = 0, 0                                 # all equal
+  return q, np.stack([keys_of(k, w4a8) for k in keys]), weight, at, n
+
+@pytest.mark.parametrize("w4a8", [False, True], ids=["f32", "w4a8"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_best_of_all_ranks_are_those_of_one(ranks: int, w4a8: bool) -> None:
+  for k in (1, 7, 30, 64, 100):                            # 17 and 90 are visible
+    q, keys, weight, at, n = indexed(6, w4a8, k)
+    whole = run(cpu, "index_topk", q, keys, weight, at, n, k, 4, w4a8=w4a8)[0]
+    if not w4a8:
+      for b, rows in ((0, slice(0, 6)), (1, slice(6, 12))):
+        p, known = at[0, b] + np.arange(6), int((at[0, b] + 6) // 4)
+        want = oracle.index_topk(q[rows], keys[at[1, b], :known], weight[rows], p, k, 4)
+        assert (whole[rows, :known] == want).all() and not whole[rows, known:].any()
+    for ops in (cpu, twin) if k in (7, 64) and ranks in (1, 3) else (cpu,):
+      kept = shared_out(keys, ranks)
+      best = tuple(run(ops, "index_best", q, mine, weight, at, n, k, 4, r, ranks, w4a8=w4a8)[0] for r, mine in enumerate(kept))
+      for r, mine in enumerate(best):
+        s, j = mine[:, 0], mine[:, 1]
+        there = s > -np.inf
+        assert (there.sum(1) == np.minimum(k, [len(range(r, v, ranks)) for v in [(p + i + 1) // 4 for p in at[0] for i in range(6)]])).all()
+        assert (s[:, :-1] >= s[:, 1:]).all() and ((s[:, :-1] > s[:, 1:]) | (j[:, :-1] < j[:, 1:]))[there[:, 1:]].all()
+        assert (j[there] % ranks == r).all()
+        got = run(ops, "index_choose", best, n, k, r, ranks)[0]
+        assert got.dtype == np.bool_ and (got == whole[:, r::ranks]).all(), (ops, k, r)
+
+def test_more_ranks_than_entries() -> None:
+  """A rank that keeps none of them has one flag, which is never set."""
+  q, keys, weight, at, _ = indexed(6, False, 1)
+  for ops in (cpu, twin):
+    best = tuple(run(ops, "index_best", q, mine, weight, at, 2, 1, 4, r, 3)[0] for r, mine in enumerate(shared_out(keys, 3)))
+    chosen = [run(ops, "index_choose", best, 2, 1, r, 3)[0] for r in range(3)]
+    assert (np.concatenate(chosen[:2], 1) == run(cpu, "index_topk", q, keys, weight, at, 2, 1, 4)[0]).all()
+    assert chosen[2].shape == (12, 1) and not chosen[2].any()
+
+def shares(ops: Any, args: tuple[Any, ...], ranks: int, r: int, w4a8: bool) -> tuple[Array, list[tuple[Array, ...]]]:
+  """attend's arguments -> what the ranks make of them together, and the parts of each rank."""
+  q, ring, entries, chosen, sink, rope, at, window, n, ratio = args
+  heads = lambda a, axis: np.split(a, ranks, axis)
+  sent = [run(ops, "attend_part", tuple(heads(q, 1)), ring, None if entries is None else shared_out(entries, ranks)[rank],
+              None if chosen is None else chosen[:, rank::ranks].copy(), at, window, n, ratio, rank, r, w4a8=w4a8) for rank in range(ranks)]
+  out = [run(ops, "attend_merge", tuple(p[i] for p in sent), s, rope, w4a8=w4a8)[0] for i, s in enumerate(heads(sink, 0))]
+  return np.concatenate(out, 1), sent
+
+@BOTH
+@pytest.mark.parametrize("ranks, n, choose", [(2, 20, True), (2, 20, False), (3, 20, True), (2, 0, False), (1, 20, True)])
+def test_shares_make_up_the_whole(ops: Any, ranks: int, n: int, choose: bool) -> None:
+  """Against the oracle: at the first position, around the window and behind it."""
+  for T in (1, 5):
+    for pos in (0, 2, 7, 8, 40, 70):
+      args, want = attention(pos, T, 6, 12, 48, 8, 4, n, choose)
+      close(shares(ops, args, ranks, 4, False)[0], want, 3e-6)
+
+@pytest.mark.parametrize("ranks, choose, w4a8", [(2, True, True), (3, False, False)])
+def test_shares_of_several_sequences(ranks: int, choose: bool, w4a8: bool) -> None:
+  """Alone or together the same bits, equal to attend up to roundings; entries of other heads, but not the window, count."""
+  Wide = type("Wide", (Sequences,), {"H": 6})
+  s = Wide(6, w4a8)
+  args = s.together("attend", (2, 0, 3))
+  if not choose: args = (*args[:3], None, *args[4:])
+  (mine, sent), (theirs, other) = (shares(ops, args, ranks, s.r, w4a8) for ops in (cpu, twin))
+  near(mine, theirs, w4a8)
+  near(mine, run(cpu, "attend", *args, w4a8=w4a8)[0], w4a8)
+  for a, b in zip(sent, other):
+    for x, y in zip(a, b): near(x, y, w4a8)
+  for rank in range(1, ranks):                             # the second sequence is at 0: entry 1 is not there yet
+    for i, part in enumerate(sent[rank]):
+      nothing = part[6:12]
+      if i != rank: assert (nothing[..., :-2] == 0).all() and (nothing[..., -2] == -np.inf).all() and (nothing[..., -1] == 0).all()
+      else: assert (nothing[..., -1] >= 1).all()
+  alone = [shares(cpu, (*a[:3], a[3] if choose else None, *a[4:]), ranks, s.r, w4a8)[0] for a in (s.args("attend", b) for b in (2, 0, 3))]
+  assert mine.tobytes() == np.concatenate(alone).tobytes()
+
+@BOTH
+def test_shares_with_sharp_scores(ops: Any) -> None:
+  """The largest score of all may lie in any share; those of others then vanish, and nothing overflows."""
+  args, want = attention(70, 5, 4, 12, 48, 8, 4, 20, False, 300.0)
+  close(shares(ops, args, 2, 4, False)[0], want, 3e-5)

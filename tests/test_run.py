@@ -1,29 +1,19 @@
-"""The command as a user meets it: in a subprocess, in a real terminal, and turn by turn with a model that has a script."""
-import argparse
-import fcntl
-import io
+"""The command in a subprocess: one prompt, mistakes, help. The chat itself is in test_chat.py."""
+import json
 import multiprocessing
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
-from collections.abc import Iterator
 from multiprocessing import popen_spawn_posix
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import specgrad
 from specgrad import run
-from specgrad.prompt import ASSISTANT, BOS, EOS, THINK, THINK_END, USER, encode_chat
-from specgrad.tokenizer import Tokenizer
+from specgrad.prompt import encode_chat
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "specgrad.run"]
@@ -34,61 +24,23 @@ def command(*flags: str, stdin: bytes = b"", **env: str) -> tuple[int, str, str]
   done = subprocess.run([*COMMAND, *flags], input=stdin, capture_output=True, cwd=ROOT, env=os.environ | env)
   return done.returncode, done.stdout.decode(), done.stderr.decode()
 
-class Terminal:
-  """The command with a terminal of its own, so that Ctrl-C and readline are the real ones. stdout may go elsewhere."""
-  def __init__(self, *flags: str, columns: int = 80, stdout: int | None = None, **env: str):
-    self.pid, self.fd = pty.fork()
-    if self.pid == 0:
-      os.chdir(ROOT)
-      if stdout is not None: os.dup2(stdout, 1)
-      os.execve(COMMAND[0], [*COMMAND, *flags], os.environ | {"TERM": "xterm", "NO_COLOR": "1"} | env)
-    fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    self.raw, self.at = b"", 0
-
-  def read(self, seconds: float) -> bool:
-    if not select.select([self.fd], [], [], seconds)[0]: return True
-    try: data = os.read(self.fd, 65536)
-    except OSError: data = b""  # how Linux says that the other side is closed
-    self.raw = re.sub(rb"\x1b\[\?2004[hl]\r?", b"", self.raw + data)  # readline switches pasting on and off
-    return bool(data)
-
-  def expect(self, pattern: str, seconds: float = 60) -> str:
-    """What the terminal got since the last call, up to and with the pattern."""
-    end = time.monotonic() + seconds
-    while not (found := re.search(pattern.encode(), self.raw[self.at:])):
-      alive = self.read(0.1)
-      assert alive and time.monotonic() < end, f"{pattern!r} did not come, but {self.raw[self.at:]!r}"
-    text = self.raw[self.at:self.at + found.end()].decode("utf-8", "replace")
-    self.at += found.end()
-    return text
-
-  def send(self, text: str) -> None: os.write(self.fd, text.encode())
-
-  def say(self, text: str) -> str:
-    """A message and all up to the prompt after its reply."""
-    self.send(text + "\r")
-    return self.expect("tok/s.*\r\n") + self.expect("> ")
-
-  def end(self) -> int:
-    while self.read(120): pass
-    os.close(self.fd)
-    code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-    assert b"Traceback" not in self.raw
-    return code
-
 # ---------------------------------------------------------------------------------------------- one shot
 def test_one_prompt() -> None:
   model = specgrad.load()
   assert model.tokenizer is not None
-  want = model.generate(encode_chat(model.tokenizer, [{"role": "user", "content": HELLO}]), max_tokens=512).text
+  want = model.generate(encode_chat(model.tokenizer, [{"role": "user", "content": HELLO}]), max_tokens=512)
   code, out, err = command("-p", HELLO)
-  assert (code, out) == (0, f"{want}\n")
-  assert err.startswith("demo: 6 layers, 16 experts, vocabulary 2048; CPU, w4a8 numerics, context 4096\n"
+  assert (code, out) == (0, f"{want.text}\n")
+  assert err.startswith("demo: 6 layers, 16 experts, vocabulary 2048; CPU, w4a8 numerics, context 4096, KV 3.5 MB\n"
                         "greedy (temperature 0); at most 512 tokens a reply; thinking off\n"
                         "draft auto; verifier: exact, rule greedy, q one-hot, depth 2 fixed, numerics w4a8 fixed-width\n")
-  assert re.search(r"\n\d+ tokens, [\d.]+ tok/s, TTFT .*\n$", err) and "\x1b" not in err
-  code, piped, err = command("--max-tokens", "2", stdin=f"{HELLO}\n".encode())
-  assert code == 0 and out.startswith(piped[:-1]) and len(piped) < len(out) and "(cut at --max-tokens 2)" in err
+  assert re.search(r"\n\d+ tokens, [\d.]+ tok/s, TTFT .*, context 25 of 4096\n$", err) and "\x1b" not in err
+  code, out, err = command("--json", "--max-tokens", "2", stdin=f"{HELLO}\n".encode())
+  found = json.loads(out)
+  assert code == 0 and out.count("\n") == 1 and "(cut after 2 tokens: --max-tokens N allows more)" in err
+  assert (found["ids"], found["finish_reason"], found["reasoning"]) == (want.ids[:2], "length", "")
+  assert want.text is not None and found["text"] and want.text.startswith(found["text"]) and found["text"] not in err
+  assert found["settings"]["max_tokens"] == 2 and found["statistics"]["tokens"] == 2 and "logprobs" not in found
 
 def test_a_drawn_seed_is_shown_and_repeats_the_run() -> None:
   flags = ("-p", HELLO, "--temperature", "100", "--max-tokens", "12")
@@ -135,7 +87,9 @@ def test_a_full_disk_is_one_line() -> None:
   (("-p", "a", "--temperature", "nan"), b"", "sampling: temperature=nan, want 0 to 100"),
   (("-p", "a", "--top-p", "0"), b"", "sampling: top_p=0.0, want above 0, at most 1"),
   (("-p", "a", "--seed", "-1"), b"", "sampling: seed=-1, want 0 to 2^64-1"),
-  (("-p", "a", "--max-tokens", "0"), b"", "--max-tokens=0, want at least 1"),
+  (("-p", "a", "--max-tokens", "0"), b"", "sampling: max_tokens=0, want at least 1"),
+  (("-p", "a", "--think", "hot"), b"", "argument --think: invalid choice: 'hot' (choose from 'off', 'low', 'high', 'max'). --help "
+                                       "lists the flags"),
   (("-p", "a", "--gpus", "2"), b"", "CUDA,CUDA:1: several devices are not supported yet, want one"),
   (("-p", "a", "--gpus", "0"), b"", "--gpus=0, want at least 1. Without the flag the CPU is used"),
   (("-p", "a", "--devices", "CPU,CPU:1"), b"", "CPU,CPU:1: several devices are not supported yet, want one"),
@@ -156,6 +110,11 @@ def test_a_prompt_that_does_not_fit() -> None:
   assert (code, out) == (2, "")
   assert re.search(r"\nspecgrad: error: prompt of \d+ tokens, context of 8: no room for a reply, shorten it or raise "
                    r"--max-context\n$", err)
+
+def test_json_needs_a_prompt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(run, "one_prompt", lambda _: None)  # as with a terminal
+  assert run.main(["--json"]) == 2
+  assert capsys.readouterr() == ("", "specgrad: error: --json: no prompt, want -p TEXT or text on stdin\n")
 
 def test_no_tokenizer(tmp_path: Path) -> None:
   for file in specgrad.demo_path().iterdir():
@@ -181,204 +140,6 @@ def test_help() -> None:
   assert (code, err) == (0, "")
   for text in ("what to run:", "how tokens are chosen:", "sizes and devices:", "per reply (default: 512)",
                "0 is greedy (default: 0.0)"): assert text in out
-
-# ---------------------------------------------------------------------------------------------- the chat, in a terminal
-def test_chat() -> None:
-  chat = Terminal()
-  assert "Ctrl-C stops a reply, Ctrl-D or /quit leaves, /help lists the commands\r\n" in chat.expect("> ")
-  first = chat.say(HELLO)
-  assert "reused" not in first
-  chat.send("\r   \r/nope 1\r")
-  assert "tok/s" not in chat.expect("lists them") + chat.expect("> ")
-  chat.send("/help\r")
-  assert "(no command" not in chat.expect("makes the line a message.") + chat.expect("> ")
-  second = re.search(r"(\d+) of (\d+) prompt tokens reused", chat.say("h"))
-  assert second and int(second[1]) > 20 and int(second[2]) - int(second[1]) < 8  # only what is new was computed
-  assert "tok/s" in chat.say(" /nope")  # a message, because of the space
-  chat.send("/new\r")
-  chat.expect(r"\(new chat\)\r\n> ")
-  text = lambda screen: re.sub(r"\d+ tokens.*", "", screen, flags=re.DOTALL)
-  assert text(chat.say(HELLO)) == text(first)
-  chat.send("/quit\r")
-  assert chat.end() == 0
-
-def test_interrupts() -> None:
-  chat = Terminal(*LONG)
-  chat.expect("> ")
-  chat.send("abc")
-  chat.expect("abc")
-  time.sleep(0.3)  # Python's readline misses a signal between showing something and waiting for a key
-  chat.send("\x03")
-  chat.expect(r"\(Ctrl-D or /quit leaves\)\r\n> ")
-  seen = []
-  for times in (1, 3):
-    chat.send(HELLO + "\r")
-    chat.expect("\r\n.{40}")  # mid-reply
-    for _ in range(times):
-      chat.send("\x03")
-      time.sleep(0.02)
-    stopped = chat.expect(r"\(stopped\)\r\n(\d+) tokens.*\r\n")
-    chat.expect("> ")
-    seen.append(int(re.findall(r"(\d+) tokens, ", stopped)[-1]))
-    assert 3 < seen[-1] < 3000
-  reused = re.findall(r"(\d+) of (\d+) prompt tokens reused", stopped)
-  assert reused and seen[0] + 5 < int(reused[0][0]) < int(reused[0][1])  # what was shown is in the chat
-  chat.send("\x04")
-  assert chat.end() == 0
-
-def test_interrupt_while_loading_leaves() -> None:
-  chat = Terminal()
-  time.sleep(0.6)
-  chat.send("\x03")
-  assert chat.end() == 130
-  assert chat.raw.endswith(b"specgrad: interrupted\r\n")
-
-def test_interrupt_while_compiling(tmp_path: Path) -> None:
-  chat = Terminal(CACHEDB=str(tmp_path / "kernels.db"))  # empty: everything is to be compiled
-  chat.expect("> ")
-  chat.send(HELLO + "\r")
-  time.sleep(0.5)
-  chat.send("\x03")
-  chat.expect(r"\(stopped before the first token: the message is not part of the chat\)\r\n> ")
-  chat.send("/quit\r")
-  assert chat.end() == 0
-
-def test_narrow_window_and_long_line() -> None:
-  chat = Terminal("--max-context", "64", columns=10)
-  chat.expect("> ")
-  chat.send("\x1b[200~" + "one\ntwo " * 200 + "\x1b[201~\r")  # a paste is one message, whatever is in it
-  refused = chat.expect("The message was not sent").replace("\r", "").replace("\n", "")
-  assert re.search(r"prompt of \d{3,4} tokens, context of 64: no room for a reply, shorten it or raise --max-", refused)
-  assert refused.count("specgrad: error") == 1
-  chat.say(HELLO)
-  for _ in range(4):  # four short turns fill it
-    chat.send(HELLO + "\r")
-    if "not sent" in (end := chat.expect("tok/s|/new starts over. The message was not sent") + chat.expect("> ")): break
-  assert re.search("prompt of [678]. tokens, context of 64: no room for a reply, /new starts over", end)
-  chat.send("/new\r")
-  chat.expect(r"\(new chat\)\r\n> ")
-  chat.say(HELLO)
-  chat.send("/quit\r")
-  assert chat.end() == 0
-
-def test_stdout_has_only_text(tmp_path: Path) -> None:
-  with open(tmp_path / "out", "wb") as file:
-    chat = Terminal(stdout=file.fileno())
-    chat.expect("> ")
-    chat.say(HELLO)
-    chat.send("\x04")
-    assert chat.end() == 0
-  assert (tmp_path / "out").read_text() == command("-p", HELLO)[1]
-
-# ---------------------------------------------------------------------------------------------- turn by turn
-class Scripted:
-  """A model whose replies are given: lists of text, each encoded and shown as one step; or an exception to raise."""
-  def __init__(self, *replies: list[Any], max_context: int = 4096, finish: str = "stop"):
-    self.tokenizer, self.max_context, self.finish = Tokenizer.from_file(specgrad.demo_path()), max_context, finish
-    self.config = argparse.Namespace(eos_token_id=1)
-    self.replies, self.prompts = list(replies), list[list[int]]()
-
-  def stream(self, ids: list[int], **settings: Any) -> Any:
-    from specgrad.engine import Stats
-    self.prompts.append(ids)
-    stream, pieces, stats = ScriptedStream(), self.replies.pop(0), Stats(prompt_tokens=len(ids))
-    stream.stats = stats
-
-    def steps() -> Iterator[tuple[list[int], str]]:
-      for piece in pieces:
-        if not isinstance(piece, str): raise piece
-        yield self.tokenizer.encode(piece, allowed_special=True), piece
-      stats.finish_reason = self.finish
-      if self.finish == "stop": yield [1], ""
-    stream.steps = steps()
-    return stream
-
-class ScriptedStream:
-  stats: Any
-  steps: Iterator[tuple[list[int], str]]
-  def __iter__(self) -> Iterator[tuple[list[int], str]]: return self.steps
-  def interrupt(self) -> None: pass
-
-def chat_with(model: Scripted, monkeypatch: pytest.MonkeyPatch, *flags: str, interactive: bool = True) -> run.Chat:
-  monkeypatch.setattr(run, "load", lambda *_: model)
-  return run.Chat(run.parse(flags), "CPU", interactive)
-
-def test_ids_grow_as_the_whole_chat_would_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-  model = Scripted(["Hi", " there."], ["Two", "."], ["Bye."])
-  chat = chat_with(model, monkeypatch, "--system", "Be kind.")
-  for text in ("Hello", "1 + 1?", "Bye"): chat.turn(text)
-  messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"},
-              {"role": "assistant", "content": "Hi there."}, {"role": "user", "content": "1 + 1?"},
-              {"role": "assistant", "content": "Two."}, {"role": "user", "content": "Bye"}]
-  for prompt, n in zip(model.prompts, (2, 4, 6)):
-    assert model.tokenizer.decode(prompt) == model.tokenizer.decode(encode_chat(model.tokenizer, messages[:n]))
-  assert model.prompts[1][:len(model.prompts[0])] == model.prompts[0] and model.prompts[2].count(0) == 1
-
-@pytest.mark.parametrize("pieces, reasoning, content", [
-  (["Let me", " see", "</think>", "Yes", "."], "Let me see", "Yes."),
-  (["a </th", "in", "k> b</thi", "nk>c"], "a ", " b</think>c"),  # the tag may come in parts
-  (["never ends </th"], "never ends </th", ""),
-  (["</think>", "at once"], "", "at once")])
-def test_reasoning_goes_to_stderr(pieces: list[str], reasoning: str, content: str, capsys: pytest.CaptureFixture[str],
-                                  monkeypatch: pytest.MonkeyPatch) -> None:
-  model = Scripted([*pieces], ["x"])
-  chat = chat_with(model, monkeypatch, "--think")
-  chat.turn("q")
-  out, err = capsys.readouterr()
-  assert out == (f"{content}\n" if content else "") and err.startswith(reasoning)
-  assert ("(reasoning without an answer)" in err) == (not content)
-  chat.turn("r")
-  assert model.tokenizer.decode(model.prompts[1]) == (  # as the template has it: without the old reasoning
-    f"{BOS}{USER}q{ASSISTANT}{THINK_END}{content}{EOS}{USER}r{ASSISTANT}{THINK}")
-
-def test_a_turn_that_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-  model = Scripted(["One."], ["tw", ArithmeticError("not finite")], [KeyboardInterrupt()], ["three"])
-  chat = chat_with(model, monkeypatch)
-  chat.turn("a")
-  with pytest.raises(ArithmeticError): chat.turn("b")
-  chat.turn("c")
-  assert "(stopped before the first token: the message is not part of the chat)" in capsys.readouterr().err
-  chat.turn("d")
-  assert model.tokenizer.decode(model.prompts[3]).count(USER) == 2
-
-def test_a_reply_that_is_cut_stays_as_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-  model = Scripted(["One", KeyboardInterrupt()], ["two"])
-  chat = chat_with(model, monkeypatch)
-  chat.turn("a")
-  out, err = capsys.readouterr()
-  assert out == "One\n" and err.startswith("(stopped)\n")
-  chat.turn("b")
-  assert f"{THINK_END}One{EOS}{USER}b" in model.tokenizer.decode(model.prompts[1])
-  assert "0 of 9 prompt tokens reused" in re.sub("of [0-9]+", "of 9", capsys.readouterr().err)
-  for finish, note in (("length", "(cut at --max-tokens 512)"), ("context", "(context of 4096 full: /new starts over)")):
-    chat_with(Scripted(["x"], finish=finish), monkeypatch).turn("a")
-    assert capsys.readouterr().err.startswith(note)
-
-def test_one_prompt_is_broken_off_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-  chat = chat_with(Scripted([KeyboardInterrupt()]), monkeypatch, interactive=False)
-  with pytest.raises(KeyboardInterrupt): chat.turn("a")
-
-# ---------------------------------------------------------------------------------------------- terminal manners
-class FakeTerminal(io.StringIO):
-  def isatty(self) -> bool: return True
-
-def test_a_model_can_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-  terminal, file = FakeTerminal(), io.StringIO()
-  text = "a\x1b[2J\x07\r\x7f\x9b1m\tb\n"
-  run.Screen().write(text, terminal)
-  run.Screen().write(text, file)
-  assert terminal.getvalue() == "a\\x1b[2J\\x07\\x0d\\x7f\\x9b1m\tb\n" and file.getvalue() == text
-
-@pytest.mark.parametrize("stage, seconds, shown", [("compile", 1.6, "compiling, kept for later starts 00:01"),
-                                                   ("compile", 0.1, ""), ("load", 0.1, "")])
-def test_progress_only_where_it_lasts(stage: str, seconds: float, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(sys, "stderr", terminal := FakeTerminal())
-  bars = run.Bars(run.Screen())
-  bars(stage, 0, 1)
-  time.sleep(seconds)
-  bars(stage, 1, 1)
-  text = terminal.getvalue()
-  assert shown in text and text.endswith("\r") if shown else text == ""
 
 def test_compiling_processes_do_not_get_the_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(popen_spawn_posix.Popen, "_launch", popen_spawn_posix.Popen._launch)  # to have it back afterwards

@@ -21,10 +21,11 @@ from tinygrad.helpers import GlobalCounters
 from tinygrad.uop.ops import Ops
 
 from specgrad.api import Model, Reply, demo_path, load
-from specgrad.engine import Sampling, put
-from specgrad.models.deepseek_v4 import Cache
-from specgrad.models.dspark import Choose, Draft, DSpark
+from specgrad.engine import Run, Sampling, Stats, put
+from specgrad.models.deepseek_v4 import Cache, on_all
+from specgrad.models.dspark import Choose, Draft, DSpark, side_by_side
 from specgrad.models.small import SmallDraft
+from specgrad.quant import Each, flat, lift, on
 from specgrad.quant.twin import count, write_rows
 from specgrad.spec import step, verify
 
@@ -41,35 +42,41 @@ def prompt(n: int, seed: int = 0) -> Ids: return np.random.default_rng([n, seed]
 PROMPTS = [prompt(n, seed) for n in LENGTHS for seed in range(4)]
 
 class Scripted:
-  """A draft that says what a test wants: for position p the id script[p], each as certain as can be."""
+  """A draft that says what a test wants: for position p of a slot the id script[slot, p], each as certain as can be."""
   tap_layers: tuple[int, ...] = ()
   depth_limit = 7
 
-  def __init__(self, vocab: int, device: str):
-    self.vocab, self.script = vocab, Tensor.zeros(2 * CAPACITY, dtype=dtypes.int32, device=device).clone().realize()
-    self.committed = Tensor.zeros(2 * CAPACITY, 1, dtype=dtypes.int32, device=device).clone().realize()
+  def __init__(self, vocab: int, devices: tuple[str, ...], slots: int = 1):
+    self.vocab, self.devices, self.told = vocab, devices, np.zeros((slots, 2 * CAPACITY), np.int32)
+    self.script, self.committed = self.zeros(*self.told.shape, dtype=dtypes.int32), self.zeros(*self.told.shape, 1, dtype=dtypes.int32)
 
-  def say(self, start: int, ids: Sequence[int]) -> None:
-    values = np.zeros(self.script.shape, np.int32)
-    values[start:start + len(ids)] = ids
-    put(self.script, values)
+  def zeros(self, *shape: int, dtype: Any = dtypes.float32) -> Any:
+    return on_all(self.devices, lambda device: Tensor.zeros(*shape, dtype=dtype, device=device).clone().realize())
 
-  def propose(self, anchor: Tensor, pos: Tensor, depth: int, choose: Choose, context: int) -> Draft:
-    tokens = self.script[pos + 1 + count(depth)].contiguous()
-    return Draft(tokens, (tokens.reshape(-1, 1) == count(self.vocab)).cast(dtypes.float32).contiguous())
+  def say(self, start: int, ids: Sequence[int], slot: int = 0) -> None:
+    self.told[slot] = 0
+    self.told[slot, start:start + len(ids)] = ids
+    put(self.script, self.told)
 
-  def commit(self, tokens: Tensor, taps: Tensor | None, pos: Tensor, context: int) -> list[Tensor]:
-    return [write_rows(self.committed, tokens.reshape(-1, 1), pos)]
+  def propose(self, anchor: Any, at: Any, depth: int, choose: Choose, context: int) -> Draft:
+    def look(script: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+      tokens = script[at[1].reshape(-1, 1), at[0].reshape(-1, 1) + 1 + count(depth).reshape(1, -1)].flatten().contiguous()
+      return tokens, (tokens.reshape(-1, 1) == count(self.vocab)).cast(dtypes.float32).contiguous()
+    return Draft(*lift(look)(self.script, at))
+
+  def commit(self, tokens: Any, taps: Any, at: Any, context: int) -> list[Any]:
+    return [lift(lambda held, tokens, at: write_rows(held, tokens.reshape(-1, 1), at))(self.committed, tokens, at)]
 
 class Drawn(Scripted):
-  """A draft that draws from the same logits (depth_limit, V) at every step."""
-  def __init__(self, vocab: int, device: str):
-    super().__init__(vocab, device)
-    self.logits = [Tensor.zeros(1, vocab, device=device).clone().realize() for _ in range(self.depth_limit)]
+  """A draft that draws from the same logits (depth_limit, V) of a slot at every step."""
+  def __init__(self, vocab: int, devices: tuple[str, ...], slots: int = 1):
+    super().__init__(vocab, devices, slots)
+    self.logits = [self.zeros(slots, vocab) for _ in range(self.depth_limit)]
 
-  def propose(self, anchor: Tensor, pos: Tensor, depth: int, choose: Choose, context: int) -> Draft:
-    tokens, laws = zip(*[choose(self.logits[i], i) for i in range(depth)])
-    return Draft(Tensor.cat(*tokens).contiguous(), None if laws[0] is None else Tensor.cat(*laws).contiguous())
+  def propose(self, anchor: Any, at: Any, depth: int, choose: Choose, context: int) -> Draft:
+    rows = [lift(lambda t, at: t[at[1]].contiguous())(t, at) for t in self.logits[:depth]]
+    tokens, laws = zip(*[choose(row, i) for i, row in enumerate(rows)])
+    return Draft(lift(side_by_side)(*tokens), None if laws[0] is None else lift(side_by_side)(*laws))
 
 def views(linear: Any) -> list[str]:
   """Arguments of captured kernels that are not whole buffers: tinygrad's memory planner takes what lies behind them for free."""
@@ -91,8 +98,8 @@ def found_views() -> Iterator[list[str]]:
 
 class Models:
   """One checkpoint with several drafts, each loaded when first asked for. No id ends a reply unless a test says so."""
-  def __init__(self, folder: Path, numerics: str):
-    self.folder, self.numerics = folder, numerics
+  def __init__(self, folder: Path, numerics: str, **more: Any):
+    self.folder, self.numerics, self.more = folder, numerics, more
     self.loaded: dict[str, Model] = {}
     self.replies: dict[Any, Ids] = {}
 
@@ -100,8 +107,8 @@ class Models:
     if name not in self.loaded:
       special = {"scripted": Scripted, "drawn": Drawn}.get(name)
       choice: Any = "none" if special else self.folder if name == "small" else name
-      model = self.loaded[name] = load(self.folder, draft=choice, numerics=self.numerics, max_context=CAPACITY)
-      if special: model.engine.draft = special(V, model.engine.device)
+      model = self.loaded[name] = load(self.folder, draft=choice, numerics=self.numerics, max_context=CAPACITY, **self.more)
+      if special: model.engine.draft = special(V, model.engine.devices)
       model.engine.config = dataclasses.replace(model.engine.config, eos_token_id=-1)
     return self.loaded[name]
 
@@ -153,19 +160,23 @@ def accepted_of(told: Ids, want: Ids, depth: int) -> list[int]:
     at += counts[-1] + 1
   return counts
 
-def visible(config: Any, cache: Cache, n: int) -> list[Array]:
-  """What a query at position n or later may use of positions 0..n-1: window rows, rows of unfinished blocks (and of the
-  block before, where blocks overlap), finished entries."""
-  found = []
-  at = lambda ring, first: ring.numpy()[np.arange(max(first, 0), n) % ring.shape[0]]
-  for ratio, layer in zip(config.compress_ratios, cache.layers):
-    found.append(at(layer.window, n - config.sliding_window + 1))
-    for state in filter(None, (layer.compressor, layer.indexer)):
-      found += [at(state.ring, (n // ratio - (ratio == 4)) * ratio), state.entries.numpy()[:n // ratio]]
+def visible(config: Any, cache: Cache, n: int, slot: int = 0) -> list[Array]:
+  """What a query at position n or later may use of positions 0..n-1 of a slot: window rows, rows of unfinished blocks (and of
+  the block before, where blocks overlap), finished entries. Of several devices what each keeps, one after the other."""
+  found: list[Array] = []
+  devices = len(window) if isinstance(window := cache.layers[0].window, Each) else 1
+  for r in range(devices):
+    at = lambda ring, first, r=r: on(r, ring).numpy()[slot, np.arange(max(first, 0), n) % on(r, ring).shape[1]]
+    for ratio, layer in zip(config.compress_ratios, cache.layers):
+      found.append(at(layer.window, n - config.sliding_window + 1))
+      for state in filter(None, (layer.compressor, layer.indexer)):
+        own = (n // ratio - r + devices - 1) // devices if cache.split else n // ratio
+        found += [at(state.ring, (n // ratio - (ratio == 4)) * ratio), on(r, state.entries).numpy()[slot, :own]]
   return found
 
-def filled(b: Tensor, value: float) -> Array:
+def filled(b: Any, value: float) -> Array:
   """The value, or for formats of bytes zeros or ones, which are NaN in bfloat16, e4m3 and e8m0."""
+  b = on(0, b)
   return np.full(b.shape, value, np.float32) if b.dtype == dtypes.float32 else np.full(b.shape, 255 if value else 0, np.uint8)
 
 def fill(model: Model, value: float) -> None:
@@ -245,7 +256,7 @@ def test_rewind_at_every_phase(models: Models, depth: int) -> None:
     stood |= set(counts)
     end = n - 1 + total
     same(visible(model.config, model.engine.cache, end), visible(model.config, models["none"].engine.cache, end))
-    assert script(model).committed.numpy()[:end, 0].tolist() == [*ids, *want][:end]
+    assert on(0, script(model).committed).numpy()[0, :end, 0].tolist() == [*ids, *want][:end]
   assert starts == set(range(16)) and stood >= set(range(min(depth, 4) + 1))
 
 @pytest.mark.parametrize("numerics", ["w4a8", "reference"])
@@ -279,8 +290,9 @@ def test_what_a_draft_remembers(models: Models, n: int) -> None:
       else: assert model.generate(ids, max_tokens=30, depth=depth).ids == want
     assert isinstance(auto.engine.draft, DSpark) and isinstance(small.engine.draft, SmallDraft)
     at = np.arange(max(end - auto.config.sliding_window, 0), end)
-    remembered.append([r.numpy()[at % r.shape[0]] for r in auto.engine.draft.rings] + visible(small.config, small.engine.draft.cache, end))
-    same(remembered[-1][3:], visible(small.config, small.engine.cache, end))  # the same checkpoint twice
+    rings = [r.numpy()[0, at % r.shape[1]] for r in flat(auto.engine.draft.rings)]
+    remembered.append(rings + visible(small.config, small.engine.draft.cache, end))
+    same(remembered[-1][len(rings):], visible(small.config, small.engine.cache, end))  # the same checkpoint twice
   for other in remembered[1:]: same(other, remembered[0])
 
 def test_a_draft_that_was_off_is_not_behind(models: Models) -> None:
@@ -288,7 +300,7 @@ def test_a_draft_that_was_off_is_not_behind(models: Models) -> None:
   forget(model)
   reply = model.generate(ids, max_tokens=25, depth=0)
   warm = model.draft_block([*ids, *reply.ids])
-  assert model.engine.held == [*ids, *reply.ids][:-1]
+  assert model.engine.slot[0].held == [*ids, *reply.ids][:-1]
   fill(model, np.nan)
   cold = model.draft_block([*ids, *reply.ids])
   assert warm.logits is not None and cold.logits is not None and warm.confidence is not None and cold.confidence is not None
@@ -379,16 +391,16 @@ def test_noise_is_keyed_by_use_and_position(models: Models) -> None:
   ids, depth, model = prompt(12, 2), 3, models["drawn"]
   draft, ops, pos = model.engine.draft, model.engine.target.ops, len(ids) - 1
   assert isinstance(draft, Drawn)
-  at = lambda p: Tensor([p], dtype=dtypes.int32).realize()
-  settings = Tensor(np.array([1.0, 1.0, 0, 0], np.float32)).realize()
+  at = lambda p: Tensor([[p], [0]], dtype=dtypes.int32).realize()
+  settings = Tensor(np.array([[1.0, 1.0, 0, 0]], np.float32)).realize()
   law = lambda logits: ops.probs(Tensor(logits.astype(np.float32)).realize(), settings).numpy()
   for i, t in enumerate(draft.logits): put(t, 0.5 * models["none"].logits([*ids, *models.plain(ids, 6)[:i]])[-1:])
   q, stood = np.concatenate([law(t.numpy()) for t in draft.logits[:depth]]), Counter()
   for seed in range(25):
-    key = Tensor([seed, 0], dtype=dtypes.int32).realize()
+    key = Tensor([[seed, 0]], dtype=dtypes.int32).realize()
     drafted = [int(ops.pick(Tensor(q[i:i + 1]).realize(), key, at(pos), step.DRAFT, i).numpy()[0]) for i in range(depth)]
     p = law(models["none"].logits([*ids, *drafted])[-depth - 1:])
-    u = ops.uniforms(key, at(pos), depth, step.ACCEPT).numpy()
+    u = ops.uniforms(key, at(pos), depth, step.ACCEPT).numpy()[0]
     n = next((i for i, t in enumerate(drafted) if not u[i] * q[i][t] < p[i][t]), depth)
     weights = np.maximum(p[n] - q[n], 0) if n < depth else p[n]
     last = int(ops.pick(Tensor(weights[None]).realize(), key, at(pos + n), step.TARGET).numpy()[0])
@@ -603,7 +615,8 @@ def test_a_step_is_one_graph_and_one_read(models: Models, draft: str, more: dict
   steps = []
   for _ in model.stream(ids, max_tokens=40, seed=2, depth=5, **more):
     graphs = model.engine.graphs
-    steps.append((GlobalCounters.kernel_count, dict(counts), [(k, id(g.captured)) for k, g in graphs.items()], len(model.engine.held)))
+    held = len(model.engine.slot[0].held)
+    steps.append((GlobalCounters.kernel_count, dict(counts), [(k, id(g.captured)) for k, g in graphs.items()], held))
   later = [(b[0] - a[0], {k: b[1][k] - a[1][k] for k in b[1]}, a[2] == b[2]) for a, b in itertools.pairwise(steps)][1:]
   assert len(later) >= 5 and all(s == later[0] for s in later)
   assert later[0][0] > 0 and later[0][1:] == ({"copy_from": 1, "numpy": 1}, True)
@@ -618,21 +631,27 @@ def test_captured_steps_equal_eager_ones(models: Models, draft: str, more: dict[
   model = drafting(models, draft, ids, models.plain(ids, 40))
   e, sampling = model.engine, {k: v for k, v in more.items() if k != "coupled"}
   settings = Sampling(**(sampling | {"logit_bias": tuple(sampling.get("logit_bias", {}).items()), "seed": 5}))
-  plan = dataclasses.replace(e.plan(settings, 5, "coupled" in more, None)[0], context=512)
   runs = []
   for captured in (True, False):
     fill(model, np.nan)
-    e.arm(ids, settings)
-    for _ in e.feed(ids[:-1], 0): pass
-    e.place(len(ids) - 1, ids[-1])
-    packed = [e.step(plan).copy() if captured else step.run(e.target, e.cache, e.draft, e.state, plan).numpy() for _ in range(3)]
+    run, s = begun(model, ids, settings, coupled="coupled" in more)
+    packed = [e.step(run.plan, s)[0][0].copy() if captured else step.run(e.target, e.cache, e.draft, s, run.plan).numpy()[0]
+              for _ in range(3)]
     n = len(ids) - 1 + sum(int(p[0]) + 1 for p in packed)
     said = [p[:p[0] + 2] for p in packed]
-    state = [t.numpy().copy() for t in (e.state.pos, e.state.anchor, *([e.state.counts] if settings.penalised else []))]
-    assert state[0].tolist() == [n] and state[1].tolist() == [said[-1][-1]]
+    state = [t.numpy().copy() for t in (s.at, s.anchor, *([s.counts] if settings.penalised else []))]
+    assert state[0].tolist() == [[n], [0]] and state[1].tolist() == [said[-1][-1]]
     runs.append([*said, *state, *visible(model.config, e.cache, n)])
   same(*runs)
-  if settings.penalised: assert state[2][1].sum() == sum(len(s) - 1 for s in said)
+  if settings.penalised: assert state[2][0, 1].sum() == sum(len(p) - 1 for p in said)
+
+def begun(model: Model, ids: Ids, sampling: Sampling, depth: int = 5, coupled: bool = False) -> tuple[Run, step.State]:
+  """A reply whose prompt is in the cache, and the state of its next step."""
+  e = model.engine
+  run = e.begin(ids, CAPACITY, sampling, Stats(), depth, coupled)
+  for _ in e.prefill(run): pass
+  run.plan = dataclasses.replace(run.plan, context=512)
+  return run, e.lanes_for([run], run.plan).state
 
 def test_no_captured_kernel_is_given_a_view(models: Models, found_views: list[str]) -> None:
   """Every kind of step, prefill, logits and the draft by itself."""
@@ -652,11 +671,11 @@ def test_no_captured_kernel_is_given_a_view(models: Models, found_views: list[st
 
 def test_the_search_for_views_finds_one(models: Models, found_views: list[str]) -> None:
   e, before = models["none"].engine, len(found_views)
-  wide = Tensor.zeros(8, 4).clone().realize()
+  wide = Tensor.zeros(1, 8, 4).clone().realize()
 
   def build() -> Tensor:
-    made = (wide + e.state.pos).contiguous().realize()
-    return write_rows(wide, made[4:6].contiguous(), e.state.pos).realize()
+    made = (wide[0] + e.fill[:1]).contiguous().realize()
+    return write_rows(wide, made[4:6].contiguous(), e.fill).realize()
   out = e.graph("test", build)
   assert out is not None and len(found_views) > before
   del found_views[before:], e.graphs["test",]
@@ -670,10 +689,9 @@ def test_drafted_rows_do_not_touch_the_first(models: Models, monkeypatch: pytest
   for told in ([0] * 5, prompt(5, 2), prompt(5, 3), garbage([1] * 5)):
     script(model).say(len(ids), told)
     forget(model)
-    e.arm(ids, Sampling())
-    for _ in e.feed(ids[:-1], 0): pass
-    e.place(len(ids) - 1, ids[-1])
-    step.run(e.target, e.cache, e.draft, e.state, step.Plan("greedy", 5, 6, 512, False))
+    run, state = begun(model, ids, Sampling())
+    assert run.plan == step.Plan("greedy", 5, 6, 512, False)
+    step.run(e.target, e.cache, e.draft, state, run.plan)
   rows = [t.numpy() for t in logits]
   assert len(rows) == 4 and rows[0].shape == (6, V)
   for other in rows[1:]:
@@ -736,9 +754,9 @@ def test_a_step_without_a_usable_answer(models: Models, answer: Ids, penalty: di
   model = drafting(models, "mixed", ids, want, 3)
   real, calls = model.engine.step, [0]
 
-  def fake(plan: Any) -> Array:
-    packed, calls[0] = real(plan), calls[0] + 1
-    return np.array([*answer, *[0] * (plan.depth - 2)], np.int32) if calls[0] == 4 else packed
+  def fake(plan: Any, state: Any) -> tuple[Array, Any]:
+    (packed, logits), calls[0] = real(plan, state), calls[0] + 1
+    return np.array([[*answer, *[0] * (plan.depth - 2)]], np.int32) if calls[0] == 4 else packed, logits
   monkeypatch.setattr(model.engine, "step", fake)
   reply = model.generate(ids, max_tokens=30, depth=5, **penalty)
   assert reply.ids == want and len(reply.stats.warnings) == 1
@@ -748,7 +766,7 @@ def test_a_step_without_a_usable_answer(models: Models, answer: Ids, penalty: di
 
 def test_a_target_without_logits_is_an_error(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
   model = models["none"]
-  monkeypatch.setattr(model.engine, "step", lambda plan: np.array([0, -1], np.int32))
+  monkeypatch.setattr(model.engine, "step", lambda plan, state: (np.array([[0, -1]], np.int32), None))
   with pytest.raises(ArithmeticError, match="^engine: the logits at position 4 are not finite$"): model.generate(prompt(5), max_tokens=3)
 
 @pytest.mark.parametrize("draft", ["auto", "ngram", "small", "wrong", "none"])
@@ -758,8 +776,8 @@ def test_self_test(models: Models, draft: str) -> None:
 def test_self_test_finds_a_broken_verifier(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
   """One that lets every drafted token stand."""
   monkeypatch.setattr(verify, "equal", lambda target, drafted: (
-    (Tensor.zeros(1, dtype=dtypes.int32), target[:1]) if drafted is None
-    else (Tensor.full((1,), drafted.shape[0], dtype=dtypes.int32), drafted.cat(target[-1:]))))
+    (target[:, 0] * 0, target[:, :1]) if drafted is None
+    else (target[:, 0] * 0 + drafted.shape[1], drafted.cat(target[:, -1:], dim=1))))
   with pytest.raises(ArithmeticError, match=r"^self-test: token 0 is \d+ with the draft, \d+ without\. Run with --draft none$"):
     load(models.folder, max_context=CAPACITY).self_test()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from tinygrad import Tensor, TinyJit, dtypes
 
 from specgrad.quant import cpu, twin
 from specgrad.spec import verify
-from specgrad.spec.step import ACCEPT, DRAFT, TARGET, State, penalise
+from specgrad.spec.step import ACCEPT, DRAFT, TARGET, penalise
 
 EXACT = 1e-12
 MARK = 77                                                  # stands for the token after the accepted ones
@@ -31,15 +30,22 @@ def memory(t: Tensor) -> Array:
 def empty(*shape: int, dtype: Any = dtypes.float64) -> Tensor: return Tensor.zeros(*shape, dtype=dtype).clone().realize()
 
 class Captured:
-  """A function of tensors captured once, called with arrays: -> its outputs as one float64 vector."""
+  """A function of a batch captured once, called with the arrays of one sequence: -> its outputs as one float64 vector. The
+  batch has two sequences, and the second is that of the call before: its outputs must be what they were."""
   def __init__(self, fxn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor):
-    self.inputs = [memory(t) for t in inputs]
-    self.jit = TinyJit(lambda: Tensor.cat(*[t.cast(dtypes.float64).reshape(-1) for t in fxn(*inputs)]).contiguous().realize())
+    """Inputs without the batch's axis."""
+    both = [t.expand(2, *t.shape).clone().realize() for t in inputs]
+    self.inputs, self.last = [memory(t) for t in both], None
+    join = lambda *outs: Tensor.cat(*[t.cast(dtypes.float64).reshape(2, -1) for t in outs], dim=1).contiguous().realize()
+    self.jit = TinyJit(lambda: join(*fxn(*both)))
     self.jit.cnt = 1
 
   def __call__(self, *values: Any) -> Array:
-    for held, value in zip(self.inputs, values, strict=True): held[:] = value
-    return memory(self.jit()).copy()
+    for held, value in zip(self.inputs, values, strict=True): held[1], held[0] = held[0].copy(), value
+    out, before = memory(self.jit()).copy()
+    assert self.last is None or np.array_equal(before, self.last, equal_nan=True)
+    self.last = out
+    return out
 
 class Judged(NamedTuple):
   n: int
@@ -50,7 +56,7 @@ class Judge:
   """verify.rejection (or a wrong variant of it) and verify.emitted for K tokens out of V, in float64."""
   def __init__(self, V: int, K: int, rule: Rule = verify.rejection):
     self.V, self.K = V, K
-    mark = Tensor([MARK], dtype=dtypes.int32).realize()
+    mark = Tensor([MARK, MARK], dtype=dtypes.int32).realize()
 
     def run(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, ...]:
       n, weights = rule(p, x, q, u)
@@ -173,7 +179,7 @@ def served_law(logits: dict[Prefix, Array], settings: tuple[float, ...]) -> Law:
   """Computed by the package, compared with its definition, and taken as the truth from there on."""
   rows = np.zeros((64, len(logits[()])))                   # one shape for all
   rows[:len(logits)] = list(logits.values())
-  law = twin.probs(Tensor(rows), Tensor(np.array(settings))).numpy()[:len(logits)]
+  law = twin.probs(Tensor(rows), Tensor(np.array([settings]))).numpy()[:len(logits)]
   assert np.abs(law - served(rows[:len(logits)], settings)).max() < 1e-13
   return dict(zip(logits, law, strict=True))
 
@@ -188,30 +194,34 @@ def test_rejection_keeps_the_served_law(judges: dict[Any, Judge], settings: tupl
   assert distance(emitted_law(judge_of(judges, V, K), p, q, few=V ** K > 16), joint(p, V, K)) < EXACT
 
 # ------------------------------------------------------------------------------------------------ wrong variants
+def at_row(x: Tensor, n: Tensor) -> Tensor:
+  """(B, R, V), int32 (B,) -> (B, V): row n of each sequence."""
+  return x[Tensor.arange(x.shape[0], dtype=dtypes.int32), n]
+
 def bonus_from_q(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
   n, weights = verify.rejection(p, x, q, u)
-  return n, (n == q.shape[0]).where(q[-1:], weights)
+  return n, (n == q.shape[1]).reshape(-1, 1).where(q[:, -1], weights)
 
 def lenient(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]: return verify.rejection(p, x, q, u * 0.95)
 
 def residual_from_p(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
   n, _ = verify.rejection(p, x, q, u)
-  return n, p[n]
+  return n, at_row(p, n)
 
 def unlikely_drafts_dropped(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
   """The block ends before the first token whose own q is small, as if nothing had been drafted there."""
   n, weights = verify.rejection(p, x, q, u)
-  end = verify.accepted(q.gather(1, x.reshape(-1, 1)).reshape(-1) > 0.3)
-  return n.minimum(end), ((n >= end) & (end < q.shape[0])).where(p[end], weights)
+  end = verify.accepted(q.gather(2, x.unsqueeze(-1)).squeeze(-1) > 0.3)
+  return n.minimum(end), ((n >= end) & (end < q.shape[1])).reshape(-1, 1).where(at_row(p, end), weights)
 
 def not_strict(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]: return verify.rejection(p, x, q, u - 1e-15)
 
 def one_uniform(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-  return verify.rejection(p, x, q, u[:1].expand(u.shape[0]))
+  return verify.rejection(p, x, q, u[:, :1].expand(u.shape))
 
 def row_after(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
   n, weights = verify.rejection(p, x, q, u)
-  return n, (n == q.shape[0]).where(p[-2:-1], weights)
+  return n, (n == q.shape[1]).reshape(-1, 1).where(p[:, -2], weights)
 
 WRONG: list[Rule] = [bonus_from_q, lenient, residual_from_p, unlikely_drafts_dropped, not_strict, one_uniform, row_after]
 
@@ -220,6 +230,19 @@ def test_wrong_rules_are_caught(rule: Rule) -> None:
   rng = np.random.default_rng(8)
   p, q = random_law(rng, 3, 2, 0.3), random_law(rng, 3, 1)
   assert distance(emitted_law(Judge(3, 2, rule), p, q), joint(p, 3, 2)) > 1e-3
+
+def neighbours_weights(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+  n, weights = verify.rejection(p, x, q, u)
+  return n, weights.flip(0)
+
+def neighbours_row(p: Tensor, x: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+  n, weights = verify.rejection(p, x, q, u)
+  return n, (n == q.shape[1]).reshape(-1, 1).where(p[:1, -1], weights)
+
+@pytest.mark.parametrize("rule", [neighbours_weights, neighbours_row], ids=lambda r: r.__name__)
+def test_what_a_neighbour_changes_is_caught(rule: Rule) -> None:
+  rng = np.random.default_rng(8)
+  with pytest.raises(AssertionError): emitted_law(Judge(3, 2, rule), random_law(rng, 3, 2, 0.3), random_law(rng, 3, 1))
 
 @pytest.mark.parametrize("what", ["no bias of the token before", "another temperature", "before top-k", "bonus row unfiltered",
                                   "one row late"])
@@ -267,15 +290,15 @@ def test_equal_keeps_the_law_for_every_block(V: int, K: int, kind: str) -> None:
 
 def accept_any(target: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
   """A drafted token stands wherever it equals some token of the target."""
-  n = verify.accepted((target[:-1].reshape(-1, 1) == drafted.reshape(1, -1)).max(0))
-  return n, verify.emitted(n, drafted, target[n])
+  n = verify.accepted((target[:, :-1].unsqueeze(2) == drafted.unsqueeze(1)).max(1))
+  return n, verify.emitted(n, drafted, at_row(target, n))
 
 def not_in_order(target: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-  return (target[:-1] == drafted).cast(dtypes.int32).sum(keepdim=True).cast(dtypes.int32), target
+  return (target[:, :-1] == drafted).cast(dtypes.int32).sum(1).cast(dtypes.int32), target
 
 def last_bonus(target: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
   n, _ = verify.equal(target, drafted)
-  return n, verify.emitted(n, drafted, target[-1:])
+  return n, verify.emitted(n, drafted, target[:, -1])
 
 @pytest.mark.parametrize("rule", [accept_any, not_in_order, last_bonus], ids=lambda r: r.__name__)
 @pytest.mark.parametrize("greedy", [False, True])
@@ -285,8 +308,8 @@ def test_wrong_kinds_of_equal_are_caught(rule: Any, greedy: bool) -> None:
   assert max(distance(law, joint(p, 3, 2)) for law in equal_laws(3, 2, p, equal(3, 2, rule))) > 1e-3
 
 def test_plain_decoding_accepts_nothing_and_emits_the_first_row() -> None:
-  n, tokens = verify.equal(Tensor([4, 5, 6], dtype=dtypes.int32), None)
-  assert (n.numpy().tolist(), tokens.numpy().tolist()) == ([0], [4])
+  n, tokens = verify.equal(Tensor([[4, 5, 6], [7, 8, 9]], dtype=dtypes.int32), None)
+  assert (n.numpy().tolist(), tokens.numpy().tolist()) == ([0, 0], [[4], [7]])
 
 @pytest.mark.parametrize("K", [1, 2, 3, 5])
 def test_accepted_counts_up_to_the_first_that_does_not_stand(K: int) -> None:
@@ -345,10 +368,10 @@ def chi2(counts: Array, law: Array) -> float:
 def test_draws_follow_the_weights(ops: Any) -> None:
   """Weights without a sum of one, such as a residual; as one row of many and as single rows, for each use."""
   weights = np.array([0.02, 0, 0.11, 0.04, 0.25], np.float32)
-  seed, n = Tensor([12345, 6], dtype=dtypes.int32).realize(), 20000
+  seed, n = Tensor([[12345, 6]], dtype=dtypes.int32).realize(), 20000
   rows = Tensor(np.tile(weights, (n, 1))).realize()
   for use in (TARGET, DRAFT):
-    drawn = ops.pick(rows, seed, Tensor([use * n], dtype=dtypes.int32), use).numpy()
+    drawn = ops.pick(rows, seed, Tensor([[use * n], [0]], dtype=dtypes.int32).realize(), use).numpy()
     assert chi2(np.bincount(drawn, minlength=5), weights / weights.sum()) < 4
     for pair in (drawn[:-1] * 5 + drawn[1:], drawn[:-7] * 5 + drawn[7:]):  # positions don't know each other
       assert chi2(np.bincount(pair, minlength=25), np.outer(weights, weights).ravel() / weights.sum() ** 2) < 4
@@ -358,14 +381,14 @@ def test_the_three_uses_of_a_position_are_independent() -> None:
   jointly with the drafted token."""
   ops, n, V = cpu, 6000, 4
   p, q = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.55, 0.25, 0.0, 0.2])
-  seed, pos = Tensor([77, 0], dtype=dtypes.int32).realize(), Tensor([0], dtype=dtypes.int32).realize()
+  seed, at = Tensor([[77, 0]], dtype=dtypes.int32).realize(), Tensor([[0], [0]], dtype=dtypes.int32).realize()
   tile = lambda row: Tensor(np.tile(row.astype(np.float32), (n, 1))).realize()
-  drafted, u = ops.pick(tile(q), seed, pos, DRAFT).numpy(), ops.uniforms(seed, pos, n, ACCEPT).numpy()
+  drafted, u = ops.pick(tile(q), seed, at, DRAFT).numpy(), ops.uniforms(seed, at, n, ACCEPT).numpy()[0]
   judge, weights = Judge(V, 1), np.zeros((n, V))
   for i in range(n):
     stands, _, left = judge([p, p], [drafted[i]], [q], [u[i]])
     weights[i] = np.eye(V)[drafted[i]] if stands else left
-  out = ops.pick(Tensor(weights.astype(np.float32)).realize(), seed, pos, TARGET).numpy()
+  out = ops.pick(Tensor(weights.astype(np.float32)).realize(), seed, at, TARGET).numpy()
   assert chi2(np.bincount(out, minlength=V), p) < 4
   stay, left = np.minimum(p, q), np.maximum(p - q, 0)
   want = np.diag(stay) + np.outer(q - stay, left / left.sum())  # drafted (rows) and emitted (columns)
@@ -387,11 +410,15 @@ def penalised(logits: Array, prompt: Array, reply: list[int], before: list[int],
 @pytest.mark.parametrize("before", [[], [3], [3, 3, 5], [7, 2, 7, 7, 0], [11, -1, 2, 900]])
 def test_every_row_is_penalised_by_its_own_history(settings: tuple[float, float, float], before: list[int]) -> None:
   V, rng = 12, np.random.default_rng(2)
-  logits, bias = rng.normal(0, 3, (len(before) + 1, V)).astype(np.float32), np.zeros(V, np.float32)
-  bias[[2, 6]] = -4, 1e9
-  prompt, reply = np.array([1, 1, 5, 8]), [2, 8, 8]
-  counts = np.stack([np.bincount(prompt, minlength=V), np.bincount(reply, minlength=V)]).astype(np.int32)
-  state: State = SimpleNamespace(counts=Tensor(counts), penalties=Tensor(np.array(settings, np.float32)), bias=Tensor(bias))  # type: ignore[assignment]
-  got = penalise(Tensor(logits), state, Tensor(np.array(before, np.int32)) if before else None).numpy()
-  want = penalised(logits, prompt, reply, before, settings, bias)
-  assert got.shape == want.shape and (np.abs(got - want) <= 1e-5 + 1e-6 * np.abs(want)).all()
+  shape = 2, len(before) + 1, V                            # a second sequence, with a history, rates and a bias of its own
+  logits, bias = rng.normal(0, 3, shape).astype(np.float32), np.zeros((2, V), np.float32)
+  bias[0, [2, 6]], bias[1, [1, 6]] = (-4, 1e9), (3, -1)
+  prompts, replies, rates = [np.array([1, 1, 5, 8]), np.array([6, 11])], [[2, 8, 8], []], [settings, (1.1, 0.2, -0.3)]
+  drafted = [before, rng.integers(-1, V + 2, len(before)).tolist()]
+  counts = np.stack([[np.bincount(ids, minlength=V) for ids in (prompts[b], np.array(replies[b], int))] for b in (0, 1)]).astype(np.int32)
+  got = penalise(Tensor(logits), Tensor(counts), Tensor(np.array(rates, np.float32)), Tensor(bias),
+                 Tensor(np.array(drafted, np.int32)) if before else None).numpy()
+  assert got.shape == shape
+  for b in (0, 1):
+    want = penalised(logits[b], prompts[b], replies[b], drafted[b], rates[b], bias[b])
+    assert (np.abs(got[b] - want) <= 1e-5 + 1e-6 * np.abs(want)).all()

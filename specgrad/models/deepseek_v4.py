@@ -200,7 +200,7 @@ def attention(model: Any, w: Any, x: Any, where: Where, ratio: int, state: Layer
         chosen = ops.index_choose(best, n, k, ops.rank, model.shares)
       if observe: observe("chosen", chosen)
   if split and entries is not None:
-    parts = ops.attend_part(everyone(q), window, entries, chosen, at, c.sliding_window, n, ratio, ops.rank)
+    parts = ops.attend_part(everyone(q), window, entries, chosen, at, c.sliding_window, n, ratio, ops.rank, c.qk_rope_head_dim)
     o = ops.attend_merge(deliver(parts), w.attn_sink, rope)
   else: o = ops.attend(q, window, entries, chosen, w.attn_sink, rope, at, c.sliding_window, n, ratio)
   return ops.total(output(model, w, o, model.shares, rounded=ops.alone)), written
@@ -224,6 +224,6 @@ def moe(model: Any, w: Any, x: Any, ids: Any, observe: Observe | None) -> Any:
   chosen, weights = ops.route(scores, getattr(gate, "bias", None), getattr(gate, "tid2eid", None), ids,
                               c.num_experts_per_tok, c.routed_scaling_factor)
   if observe: observe("experts", chosen)
-  first = {} if ops.alone else {"first": Each(r * (c.n_routed_experts // n) for r in range(n)), "rounded": False}
+  first = {} if ops.alone else {"first": Each(c.n_routed_experts * r // n for r in range(n)), "rounded": False}
   return ops.total(ops.experts(x, w.experts.w13.weight, w.experts.w2.weight, w.shared_experts.w13.weight, w.shared_experts.w2.weight,
                                chosen, weights, c.swiglu_limit, **first))

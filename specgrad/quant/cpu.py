@@ -49,7 +49,8 @@ def parts(weight: Weight) -> list[Tensor]:
 def embed(table: Weight | Tensor, ids: Tensor, streams: int, first: int = 0) -> Tensor:
   table = as_weight(table)
   T, (V, D) = ids.shape[0], table.data.shape
-  return run("embed", [new(ids, T, streams, D)], [table.data, ids], T=T, S=streams, D=D, V=V, FIRST=first, HALF=int(table.kind == "BF16"))[0]
+  return run("embed", [new(ids, T, streams, D)], [table.data, ids], T=T, S=streams, D=D, V=V, FIRST=first,
+             HALF=int(table.kind == "BF16"))[0]
 
 def rope_table(freqs: Tensor, at: Tensor, n: int, stride: int = 1) -> Tensor:
   r = freqs.shape[0] * 2

@@ -1,0 +1,127 @@
+"""Which tokens a reply may go on with: JSON, JSON of a schema, or a call of a tool, compiled by llguidance.
+
+Knows bytes and ids. Masks are host arrays; how the verified step applies them is not known here."""
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from specgrad.encoding import DSML, THINK_END
+from specgrad.tokenizer import Tokenizer
+
+LAYOUT = {"whitespace_pattern": r"( |\n[ \t]{0,40})?",     # as JSON is laid out; without a bound, a model may say blanks for ever
+          "json_allow_general_unicode_escapes": True}
+TAG = THINK_END.encode()
+
+class Vocabulary:
+  """The tokenizer as bytes by id, which is what grammars look at. size: the model's vocabulary, at least the tokenizer's."""
+  def __init__(self, tokenizer: Tokenizer, size: int, eos: int):
+    self.tokenizer, self.size, self.eos_token_id, self.bos_token_id = tokenizer, size, eos, None
+    self.special_token_ids = sorted(tokenizer.special_ids.values())
+    nameless = lambda i: f"<|id {i}|>".encode()            # an id without a token: no grammar allows it
+    self.tokens = [b"" if (text := tokenizer.decode_bytes([i])) == nameless(i) else text for i in range(tokenizer.n_vocab)]
+    self.think_end = tokenizer.special_ids.get(THINK_END)
+    self.lock, self.spelled = threading.Lock(), dict[int, np.ndarray]()
+    self.built: LLTokenizer | None = None
+
+  def __call__(self, text: bytes) -> list[int]: return self.tokenizer.encode(text.decode("utf-8", "replace"))
+
+  @property
+  def compiled(self) -> LLTokenizer:
+    """llguidance's form of it, made once: a third of a second at 129,280 tokens."""
+    with self.lock:
+      if self.built is None: self.built = LLTokenizer(TokenizerWrapper(self), slices=LLTokenizer.json_slices())
+      return self.built
+
+  def start(self, grammar: str, thinking: bool = False) -> Mask:
+    """A mask for a reply of this grammar, after its reasoning if it has one. Raises ValueError, one line, for grammars and
+    schemas that are invalid, not supported or too large."""
+    matcher = LLMatcher(self.compiled, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if matcher.is_error(): raise ValueError(" ".join(matcher.get_error().split())[:300])
+    return Mask(self, matcher, thinking)
+
+  def spelling(self, place: int) -> np.ndarray:
+    """bool (V,): ordinary tokens that complete </think> after its first `place` bytes. It ends reasoning as a token only, so
+    that text and grammar agree where that is."""
+    if place not in self.spelled:
+      row = np.zeros(self.size, bool)
+      row[[i for i, token in enumerate(self.tokens) if TAG in TAG[:place] + token and i != self.think_end]] = True
+      self.spelled[place] = row
+    return self.spelled[place]
+
+def json_grammar(schema: dict[str, Any] | bool, calls: Tokenizer | None = None) -> str:
+  """JSON of this schema; with a tokenizer, a block of tool calls may stand in its place."""
+  text = json.dumps({**({} if schema is True else {"not": {}} if schema is False else schema), "x-guidance": LAYOUT})
+  if calls is None: return lark(f"start: %json {text}")
+  return lark(f"start: answer | block\nanswer: %json {text}\n{block(calls)}")
+
+def call_grammar(tokenizer: Tokenizer, names: Sequence[str]) -> str:
+  """A block of tool calls whose first one is of one of these. How it goes on is free, as texts among its arguments are."""
+  return lark("start: block\n" + block(tokenizer, names))
+
+def block(tokenizer: Tokenizer, names: Sequence[str] = ()) -> str:
+  """The rule `block` in llguidance's form of Lark, where <[id]> is a control token."""
+  dsml = f"<[{tokenizer.special_ids[DSML]}]>" if DSML in tokenizer.special_ids else json.dumps(DSML, ensure_ascii=False)
+  first = f' "<" {dsml} "invoke name=\\"" ({" | ".join(map(json.dumps, names))}) "\\">\\n"' if names else ""
+  return f'block: "\\n\\n<" {dsml} "tool_calls>\\n"{first} rest\nrest: (/(?s:.+)/ | {dsml})*\n'
+
+def lark(text: str) -> str: return LLMatcher.grammar_from_lark(text)
+
+class Mask:
+  """What a reply may go on with after what it has said (the interface batch.Mask). Not safe to use from several threads at once.
+  A grammar that turns out too costly on the way sets `error` and lets the reply end."""
+  def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, thinking: bool):
+    self.vocabulary, self.matcher, self.thinking, self.said, self.error = vocabulary, matcher, thinking, b"", ""
+
+  def copy(self) -> Mask:
+    return Mask(self.vocabulary, self.matcher.deep_copy(), self.thinking)
+
+  def rows(self, drafted: Sequence[int]) -> np.ndarray:
+    """-> bool (len(drafted) + 1, V): what may follow after 0, 1, .. drafted tokens. After one that is not allowed itself, all."""
+    out = np.ones((len(drafted) + 1, self.vocabulary.size), bool)
+    thinking, said, taken = self.thinking, self.said, 0
+    for i in range(len(out)):
+      out[i] = self.reasoning(said) if thinking else self.answer()
+      if i == len(drafted) or not out[i, (token := drafted[i])] or token == self.vocabulary.eos_token_id: break
+      if thinking: thinking, said = token != self.vocabulary.think_end, self.grow(said, token)
+      else: taken += self.matcher.consume_token(token)
+    if taken: self.matcher.rollback(taken)
+    return out
+
+  def advance(self, ids: Sequence[int]) -> None:
+    """These were emitted."""
+    for token in ids:
+      if token == self.vocabulary.eos_token_id: return
+      if self.thinking: self.thinking, self.said = token != self.vocabulary.think_end, self.grow(self.said, token)
+      elif not self.error and not self.matcher.consume_token(token): self.error = self.reason()
+
+  def grow(self, said: bytes, token: int) -> bytes:
+    """The end of the reasoning, as long as matters."""
+    return (said + self.vocabulary.tokens[token] if token < len(self.vocabulary.tokens) else b"")[1 - len(TAG):]
+
+  def reasoning(self, said: bytes) -> np.ndarray:
+    """Anything but an end without an answer."""
+    place = next((n for n in range(len(TAG) - 1, 0, -1) if said.endswith(TAG[:n])), 0)
+    row = ~self.vocabulary.spelling(place)
+    row[self.vocabulary.eos_token_id] = False
+    return row
+
+  def answer(self) -> np.ndarray:
+    row = np.zeros(self.vocabulary.size, bool)
+    if not self.error and self.matcher.is_error(): self.error = self.reason()
+    if not self.error:
+      bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+      if self.matcher.is_error(): self.error = self.reason()
+      known = np.unpackbits(bits, bitorder="little")[:len(self.vocabulary.tokens)].astype(bool)
+      row[:len(known)] = known
+    if self.error or not row.any():
+      row[:] = False
+      row[self.vocabulary.eos_token_id] = True
+    return row
+
+  def reason(self) -> str: return " ".join(self.matcher.get_error().split())[:300] or "a token outside the grammar"
