@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_quant import KINDS, Sequences, indexed, sequences_share, shared_out
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import Ops
 
@@ -104,11 +105,12 @@ def fresh(a: Any) -> Any: return a.copy() if isinstance(a, np.ndarray) else a
 
 def run(name: str, *args: Any, **more: Any) -> tuple[Array, ...]:
   """An operation of cuda.py on arrays; what it writes in place is among its results."""
-  with replaced(_run=launch, _new=empty): out = getattr(cuda, name)(*map(fresh, args), **more)
+  with replaced(_run=launch, _new=empty): out = getattr(cuda, name)(*[tuple(a) if isinstance(a, tuple) else fresh(a) for a in args], **more)
   return out if isinstance(out, tuple) else (out,)
 
 def tensor(a: Any) -> Any:
   if isinstance(a, Weight): return Weight(a.kind, tensor(a.data), None if a.scale is None else tensor(a.scale))
+  if type(a) is tuple: return tuple(map(tensor, a))
   return Tensor(a).clone().realize() if isinstance(a, np.ndarray) else a
 
 def want(name: str, *args: Any, **more: Any) -> tuple[Array, ...]:
@@ -149,6 +151,8 @@ def rounded(a: Array) -> Array:
   return ((u + 0x7fff + (u >> 16 & 1)) & np.uint32(0xffff0000)).view(np.float32)
 
 def ints(*values: int) -> Array: return np.array(values, np.int32)
+
+def start(pos: int, slot: int = 0) -> Array: return np.array([[pos], [slot]], np.int32)  # `at` of one sequence
 
 def ropes(n: int, r: int, pos: int = 0, stride: int = 1) -> Array:
   angle = (pos // stride + np.arange(n))[:, None] * stride * (10.0 ** -np.arange(r // 2))
@@ -209,7 +213,7 @@ def test_same_names_and_signatures() -> None:
   theirs = {n for n, f in vars(twin).items() if inspect.isfunction(f) and f.__module__ == twin.__name__ and not n.startswith("_")}
   from specgrad.quant import cpu
   assert own <= theirs
-  assert own | PRODUCTS | {"uniforms"} == {n for n in theirs if hasattr(cpu, n) and n not in ("as_weight",)}
+  assert own | PRODUCTS | {"uniforms"} == {n for n in theirs if hasattr(cpu, n) and n not in ("as_weight", "kept")}
   for name in own | PRODUCTS: assert inspect.signature(getattr(cuda, name)) == inspect.signature(getattr(twin, name)), name
   assert not hasattr(cuda, "nothing_of_that_name")
 
@@ -229,7 +233,7 @@ def test_embed(D: int, half: bool) -> None:
 def test_rope_table(stride: int) -> None:
   freqs = np.array([1, 0.7, 0.01, 1e-4, 1e-6], np.float32)
   for pos in (0, 3, 65535, 999_967):
-    close("rope_table", run("rope_table", freqs, ints(pos), 6, stride)[0], want("rope_table", freqs, ints(pos), 6, stride)[0], 2e-6)
+    close("rope_table", run("rope_table", freqs, start(pos), 6, stride)[0], want("rope_table", freqs, start(pos), 6, stride)[0], 2e-6)
 
 @needs_clang
 @BOTH
@@ -275,8 +279,8 @@ def test_kv_rows_and_write(d: int, r: int, w4a8: bool) -> None:
     kv, norm, rope = normal(T, T, d, bf16=True), normal(2, d), ropes(T, r, pos)
     kv[0] *= 1e-3
     ring = cached(np.full((n, d), np.nan, np.float32), r, w4a8)
-    args = ring, kv, norm, rope, ints(pos), 1e-6
-    got, expected = run("kv_write", *args, w4a8=w4a8)[0], want("kv_write", *args, w4a8=w4a8)[0]
+    args = ring[None], kv, norm, rope, start(pos), 1e-6
+    got, expected = run("kv_write", *args, w4a8=w4a8)[0][0], want("kv_write", *args, w4a8=w4a8)[0][0]
     slots = (pos + np.arange(T)) % n
     kept = np.setdiff1d(np.arange(n), slots)
     assert got[kept].tobytes() == ring[kept].tobytes()
@@ -309,18 +313,18 @@ def test_compress(ratio: int, overlap: bool, d: int, r: int, index: bool, w4a8: 
   width = (twin.key_bytes(d) if index else twin.row_bytes(d, r)) if w4a8 else d
   made: list[Array] = []
   for sizes in ((33,), (6, 1, 33), (1,) if ratio < 9 else (6,)):
-    ring = np.full((slots, 2 * w), np.nan, np.float32)
-    entries = np.full(((n + most) // ratio + 2, width), *((255, np.uint8) if w4a8 else (np.nan, np.float32)))
+    ring = np.full((1, slots, 2 * w), np.nan, np.float32)
+    entries = np.full((1, (n + most) // ratio + 2, width), *((255, np.uint8) if w4a8 else (np.nan, np.float32)))
     reference, p, i = (ring.copy(), entries.copy()), 0, 0
     while p < n:
       T = sizes[i % len(sizes)]
-      rest = proj[p:p + T], ape, norm, ropes(-(-T // ratio), r, p, ratio), ints(p), 1e-6, index
+      rest = proj[p:p + T], ape, norm, ropes(-(-T // ratio), r, p, ratio), start(p), 1e-6, index
       ring, entries = run("compress", ring, entries, *rest, w4a8=w4a8)
       if len(sizes) == 3: reference = want("compress", *reference, *rest, w4a8=w4a8)  # type: ignore[assignment]
       p, i = p + T, i + 1
-    made.append(entries[:n // ratio].copy())
+    made.append(entries[0, :n // ratio].copy())
     if len(sizes) != 3: continue
-    got, expected = made[-1], reference[1][:n // ratio]
+    got, expected = made[-1], reference[1][0, :n // ratio]
     if w4a8: got, expected = (decoded(a, d, r, index) for a in (got, expected))
     close("compress", got, expected, 3e-6, (60 if index else 16) * w4a8)
   assert made[0].tobytes() == made[1].tobytes() == made[2].tobytes()
@@ -334,7 +338,7 @@ def test_index_topk(H: int, D: int, ratio: int, k: int, n: int) -> None:
     known = max((pos + 33) // ratio, 1)
     keys = np.full((n + 3, D), np.nan, np.float32)
     keys[:known] = normal(2, known, D)
-    check("index_topk", lambda T, pos=pos, keys=keys: (q[:T], keys, weight[:T], ints(pos), n, k, ratio))
+    check("index_topk", lambda T, pos=pos, keys=keys: (q[:T], keys[None], weight[:T], start(pos), n, k, ratio))
 
 @needs_clang
 def test_index_topk_takes_the_lower_index_of_equals() -> None:
@@ -342,7 +346,7 @@ def test_index_topk_takes_the_lower_index_of_equals() -> None:
   q, keys, weight = (rng.integers(-1, 2, s).astype(np.float32) for s in ((33, 4, 16), (50, 16), (33, 4)))
   keys[10:20] = keys[0]
   weight[5], q[6] = 0, 0                                   # all equal, and minus zero among them
-  for k in (1, 16, 37): check("index_topk", lambda T, k=k: (q[:T], keys, weight[:T], ints(150), 50, k, 4))
+  for k in (1, 16, 37): check("index_topk", lambda T, k=k: (q[:T], keys[None], weight[:T], start(150), 50, k, 4))
 
 @needs_clang
 @pytest.mark.parametrize("H, D, k, n", [(8, 64, 5, 48), (64, 128, 20, 72), (80, 32, 3, 33), (1, 32, 64, 1000)])
@@ -354,7 +358,7 @@ def test_index_topk_of_codes(H: int, D: int, k: int, n: int) -> None:
   packed, scale = formats.quantise_e2m1(Tensor(normal(2, n + 2, D)))
   keys = np.concatenate([packed.numpy(), scale.numpy()], 1)
   keys[known:] = 255
-  args = lambda T: (q[:T], keys, weight[:T], ints(pos), n, k, 4)
+  args = lambda T: (q[:T], keys[None], weight[:T], start(pos), n, k, 4)
   got, expected = run("index_topk", *args(33), w4a8=True)[0], want("index_topk", *args(33), w4a8=True)[0]
   assert (got.sum(1) == k).all() and not got[:, known:].any()
   assert (got != expected).sum() <= 2 * 33 * k * 0.02
@@ -372,8 +376,8 @@ def attention(pos: int, T: int, H: int, d: int, r: int, ring: int, window: int, 
   seen = np.arange(n) < ((pos + np.arange(T) + 1) // ratio)[:, None] if n else None
   if choose: seen = seen & (np.random.default_rng(6).random((T, n)) < 0.5)
   q = normal(1, T, H, d, scale=scale, bf16=True)
-  return (q, cached(held, r, w4a8), cached(entries, r, w4a8) if n else None, seen if choose else None, normal(3, H, scale=3),
-          ropes(T, r, pos), ints(pos), window, n, ratio)
+  return (q, cached(held, r, w4a8)[None], cached(entries, r, w4a8)[None] if n else None, seen if choose else None, normal(3, H, scale=3),
+          ropes(T, r, pos), start(pos), window, n, ratio)
 
 def cut(args: tuple[Any, ...], T: int) -> tuple[Any, ...]:
   return tuple(a[:T] if i in (0, 5) or (i == 3 and a is not None) else a for i, a in enumerate(args))
@@ -405,8 +409,8 @@ def test_attend_block(H: int, d: int, r: int, w4a8: bool) -> None:
     held = np.full((48, d), np.nan, np.float32)
     first = max(pos - 8, 0)
     held[np.arange(first, pos) % 48] = normal(2, pos, d, bf16=True)[first:]
-    args = (normal(1, 6, H, d, bf16=True), cached(held, r, w4a8), normal(4, 6, d, bf16=True), normal(3, H, scale=3), ropes(6, r, pos),
-            ints(pos), 8)
+    args = (normal(1, 6, H, d, bf16=True), cached(held, r, w4a8)[None], normal(4, 6, d, bf16=True), normal(3, H, scale=3),
+            ropes(6, r, pos), start(pos), 8)
     check("attend_block", lambda _, args=args: args, 3e-6, 2, rows=(6,), w4a8=w4a8)
 
 @needs_clang
@@ -443,21 +447,21 @@ def test_argmax(V: int, rows: tuple[int, ...]) -> None: check("argmax", lambda T
 @pytest.mark.parametrize("settings", [
   (1, 1, 0, 0), (0.7, 0.9, 0, 0), (1, 1, 5, 0), (1.3, 0.8, 7, 0.02), (1, 1, 0, 0.1), (1, 0.5, 60, 0), (2, 1, 1, 0)])
 def test_probs(settings: tuple[float, ...]) -> None:
-  x, s = logits(60), np.array(settings, np.float32)
+  x, s = logits(60), np.array([settings], np.float32)
   x[8:] += 0                                               # keeps rows 0..7 as they are and the rest random
   check("probs", lambda T: (x[:T], s), 3e-6)
 
 @needs_clang
 def test_probs_where_all_are_close_together() -> None:
   """More values in a bin than it has room for: the row is searched bit by bit, with the same result."""
-  V, s = 3000, np.array([1, 0.6, 0, 0], np.float32)
+  V, s = 3000, np.array([[1, 0.6, 0, 0]], np.float32)
   x = (5 + np.random.default_rng(1).permutation(V) * 2.0 ** -20).astype(np.float32)[None]
   got = run("probs", x, s)[0][0]
   e = np.exp(x[0].astype(float) - x.max())
   order = np.argsort(-x[0])
   kept = order[:np.searchsorted(np.cumsum(e[order]), 0.6 * e.sum()) + 1]
   assert abs(int((got > 0).sum()) - len(kept)) <= 1 and np.abs(got[kept[:-1]] - e[kept[:-1]] / e[kept].sum()).max() < 1e-6
-  got = run("probs", x, np.array([1, 1, 2900, 0], np.float32))[0][0]
+  got = run("probs", x, np.array([[1, 1, 2900, 0]], np.float32))[0][0]
   assert set(np.flatnonzero(got)) == set(order[:2900])
 
 @needs_clang
@@ -466,7 +470,68 @@ def test_pick(V: int, use: int, offset: int) -> None:
   w = np.maximum(normal(1, 33, V), 0)
   w[1], w[2, 3], w[3] = 0, np.nan, 1
   w[4] *= 1e-30
-  for pos in (0, 12345): check("pick", lambda T, pos=pos: (w[:T], ints(7, 9), ints(pos), use, offset))
+  for pos in (0, 12345): check("pick", lambda T, pos=pos: (w[:T], ints(7, 9)[None], start(pos), use, offset))
+
+# ------------------------------------------------------------------------------------------------ several sequences, several devices
+@needs_clang
+@BOTH
+@pytest.mark.parametrize("name", [n for n in KINDS if n not in PRODUCTS | {"uniforms"}])
+def test_sequences_do_not_touch_each_other(name: str, w4a8: bool) -> None:
+  takes = "w4a8" in inspect.signature(getattr(twin, name)).parameters
+  if w4a8 and not takes: return
+  more: dict[str, Any] = {"w4a8": w4a8} if takes else {}
+  for s in (Sequences(6, w4a8), *([Sequences(2, w4a8, 3, 128, 64)] if "attend" in name else [])):
+    args, got = s.alone_or_together(functools.partial(run, **more), name, (2, 0, 3))
+    s.agree(name, (2, 0, 3), got, want(name, *args, **more))
+
+@needs_clang
+def test_probs_at_temperature_zero() -> None:
+  x = logits(1500)
+  x[4:6] = x[0]
+  got = run("probs", np.concatenate([x, x]), np.array([[0, 0.3, 2, 0.5], [1, 1, 0, 0]], np.float32))[0]
+  expected = want("probs", x, np.array([[0, 1, 0, 0]], np.float32))[0]
+  assert (np.nan_to_num(got[:33], nan=7) == np.nan_to_num(expected, nan=7)).all() and set(np.nansum(expected, 1)) == {0, 1}
+  assert ((got[33:] > 0).sum(1) > 1).any()
+
+@needs_clang
+@BOTH
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_compress_keeps_its_own_entries(ranks: int, w4a8: bool) -> None:
+  s = Sequences(13, w4a8)
+  args = s.together("compress", (2, 0, 3))
+  ring, whole = run("compress", *args, w4a8=w4a8)
+  for rank in range(ranks):
+    mine = (args[0], args[1][:, :40], *args[2:])
+    held, got = run("compress", *mine, rank=rank, ranks=ranks, w4a8=w4a8)
+    spread = np.full_like(args[1], args[1][2, 0, 0])       # what the others keep is untouched
+    spread[:, rank::ranks] = whole[:, rank::ranks]
+    assert held.tobytes() == ring.tobytes()
+    for i in range(40):
+      j = rank + i * ranks
+      assert got[:, i].tobytes() == (spread[:, j] if j < s.n + 3 else mine[1][:, i]).tobytes()
+
+@needs_clang
+@BOTH
+@pytest.mark.parametrize("ranks, ks", [(1, (7,)), (2, (7, 64, 100)), (3, (1, 30))])
+def test_the_best_of_all_ranks_are_those_of_one(ranks: int, ks: Sequence[int], w4a8: bool) -> None:
+  """Scores are exact, and most of them are equal."""
+  for k in ks:
+    q, keys, weight, at, n = indexed(6, w4a8, k)
+    whole, best = run("index_topk", q, keys, weight, at, n, k, 4, w4a8=w4a8)[0], []
+    for r, mine in enumerate(shared_out(keys, ranks)):
+      args = q, mine, weight, at, n, k, 4, r, ranks
+      got, expected = run("index_best", *args, w4a8=w4a8)[0], want("index_best", *args, w4a8=w4a8)[0]
+      assert (got[:, 0] == expected[:, 0]).all() and (got[:, 1] == expected[:, 1])[got[:, 0] > -np.inf].all()
+      best.append(got)
+    for r in range(ranks):
+      assert (run("index_choose", tuple(best), n, k, r, ranks)[0] == whole[:, r::ranks]).all()
+      for T in (6, 1): assert (run("index_choose", tuple(b[:T] for b in best), n, k, r, ranks)[0] == whole[:T, r::ranks]).all()
+
+@needs_clang
+@BOTH
+@pytest.mark.parametrize("ranks, choose, heads, d, r", [(2, True, 6, 128, 64), (3, False, 6, 72, 8), (2, False, 40, 128, 64)])
+def test_shares_of_several_sequences(ranks: int, choose: bool, heads: int, d: int, r: int, w4a8: bool) -> None:
+  sequences_share(Sequences(6, w4a8, heads, d, r), functools.partial(run, w4a8=w4a8), functools.partial(want, w4a8=w4a8), ranks, choose)
 
 # ------------------------------------------------------------------------------------------------ declared buffers
 def programs(out: Any) -> list[Any]:
@@ -480,8 +545,8 @@ def test_every_buffer_is_declared() -> None:
   """Whatever a kernel writes is in outs, whatever it reads in ins: the edges of a captured graph come from these."""
   kinds = {np.dtype(n): t for t, n in NUMPY.items()}
   for name, args, more in examples(6, 512, None):
-    tensors = [Tensor.empty(*a.shape, dtype=kinds[a.dtype]) if isinstance(a, np.ndarray) else a for a in args]
-    made = programs(getattr(cuda, name)(*tensors, **more))
+    hollow = lambda a: Tensor.empty(*a.shape, dtype=kinds[a.dtype]) if isinstance(a, np.ndarray) else a
+    made = programs(getattr(cuda, name)(*[tuple(map(hollow, a)) if type(a) is tuple else hollow(a) for a in args], **more))
     assert made, name
     for program in made:
       info, kernel = program.arg, re.search(r"#define KERNEL_(\w+)", program.src[2].arg)
@@ -491,7 +556,9 @@ def test_every_buffer_is_declared() -> None:
       assert info.ins == tuple(range(0 if inplace else len(info.outs), len(info.globals))), name
       header = re.search(rf"#ifdef KERNEL_{kernel[1]}\b.*?KERNEL NAME\((.*?)\) \{{", cuda._source(), re.DOTALL)
       assert header is not None
-      writes = [" const " not in f" {p}" and not p.strip().startswith("IN ") for p in header[1].split(",")]
+      ranks = int((re.search(r"#define RANKS (\d+)", program.src[2].arg) or ["", "1"])[1])
+      parameters = re.sub(r"EACH\((IN|OUT)S\)", lambda m, n=ranks: ", ".join([f"{m[1]} one"] * n), header[1])
+      writes = [" const " not in f" {p}" and not p.strip().startswith("IN ") for p in parameters.split(",")]
       assert len(writes) == len(info.globals) and writes == [i in info.outs for i in range(len(writes))], (name, header[1])
 
 # ------------------------------------------------------------------------------------------------ the real model's sizes
@@ -501,37 +568,44 @@ def examples(T: int, context: int, w4a8: bool | None) -> Iterator[tuple[str, tup
   """Every operation with the arguments of DeepSeek-V4-Flash. w4a8 none: float32, with few tokens in the vocabulary."""
   D, H, d, r, S, V = 4096, 64, 512, 64, 4, 129280 if w4a8 is not None else 512
   i32, more = np.int32, {"w4a8": bool(w4a8)}
-  row = lambda n, width=d: shape(n, twin.row_bytes(width, r), dtype=np.uint8) if w4a8 else shape(n, width)
-  key = lambda n: shape(n, twin.key_bytes(128), dtype=np.uint8) if w4a8 else shape(n, 128)
-  pos, rope, n = shape(1, dtype=i32), shape(T, r // 2, 2), context // 4
+  row = lambda n, width=d: shape(1, n, twin.row_bytes(width, r), dtype=np.uint8) if w4a8 else shape(1, n, width)
+  key = lambda n: shape(1, n, twin.key_bytes(128), dtype=np.uint8) if w4a8 else shape(1, n, 128)
+  at, rope, n = shape(2, 1, dtype=i32), shape(T, r // 2, 2), context // 4
   table: Any = Weight("BF16", shape(V, D, dtype=np.uint16)) if w4a8 else shape(V, D)
   yield "embed", (table, shape(T, dtype=i32), S), {}
-  yield "rope_table", (shape(r // 2), pos, T), {}
-  yield "rope_table", (shape(r // 2), pos, -(-T // 4), 4), {}
+  yield "rope_table", (shape(r // 2), at, T), {}
+  yield "rope_table", (shape(r // 2), at, -(-T // 4), 4), {}
   yield "hc_pre", (shape(T, S, D), shape(24, S * D), shape(3), shape(24), shape(D), 20, 1e-6, 1e-6), more
   yield "hc_post", (shape(T, D), shape(T, S, D), shape(T, S), shape(T, S, S)), more
   yield "hc_head", (shape(T, S, D), shape(S, S * D), shape(1), shape(S), shape(D), 1e-6, 1e-6), more
   for width in (1024, D): yield "rms_norm", (shape(T, width), shape(width), 1e-6), more
   yield "head_rope", (shape(T, H * d), rope, H, 1e-6), more
   yield "head_rope", (shape(T, 64 * 128), rope, 64, None, True), more
-  yield "kv_write", (row(256), shape(T, d), shape(d), rope, pos, 1e-6), more
+  yield "kv_write", (row(256), shape(T, d), shape(d), rope, at, 1e-6), more
   yield "kv_rows", (shape(T, d), shape(d), rope, 1e-6), more
   for ratio, width, index in ((4, d, False), (4, 128, True), (128, d, False)):
     both = 2 if ratio == 4 else 1
-    state = shape(136 if ratio == 4 else 256, 2 * both * width), key(n + 34) if index else row(context // ratio + 34)
+    state = shape(1, 136 if ratio == 4 else 256, 2 * both * width), key(n + 34) if index else row(context // ratio + 34)
     turns = shape(-(-T // ratio), r // 2, 2)
-    yield "compress", (*state, shape(T, 2 * both * width), shape(ratio, both * width), shape(width), turns, pos, 1e-6, index), more
-  yield "index_topk", (shape(T, 64, 128), key(n + 34), shape(T, 64), pos, n, 512, 4), more
+    yield "compress", (*state, shape(T, 2 * both * width), shape(ratio, both * width), shape(width), turns, at, 1e-6, index), more
+  yield "index_topk", (shape(T, 64, 128), key(n + 34), shape(T, 64), at, n, 512, 4), more
   ring, q, sink = row(256), shape(T, H, d), shape(H)
-  yield "attend", (q, ring, None, None, sink, rope, pos, 128, 0, 1), more
-  yield "attend", (q, ring, row(n + 34), shape(T, n, dtype=np.bool_), sink, rope, pos, 128, n, 4), more
-  yield "attend", (q, ring, row(context // 128 + 3), None, sink, rope, pos, 128, context // 128, 128), more
-  yield "attend_block", (q, ring, shape(T, d), sink, rope, pos, 128), more
+  yield "attend", (q, ring, None, None, sink, rope, at, 128, 0, 1), more
+  yield "attend", (q, ring, row(n + 34), shape(T, n, dtype=np.bool_), sink, rope, at, 128, n, 4), more
+  yield "attend", (q, ring, row(context // 128 + 3), None, sink, rope, at, 128, context // 128, 128), more
+  half, mine = shape(T, H // 2, d), twin.kept(n, 1, 2)     # on two devices
+  best, parts = shape(T, 2, 512), shape(T, H // 2, d + 2)
+  yield "index_best", (shape(T, 64, 128), key(mine + 17), shape(T, 64), at, n, 512, 4, 1, 2), more
+  yield "index_choose", ((best, best), n, 512, 1, 2), {}
+  yield "attend_part", ((half, half), ring, row(mine + 17), shape(T, mine, dtype=np.bool_), at, 128, n, 4, 1, r), more
+  yield "attend_part", ((half, half), ring, row(context // 256 + 3), None, at, 128, context // 128, 128, 1, r), more
+  yield "attend_merge", ((parts, parts), shape(H // 2), rope), more
+  yield "attend_block", (q, ring, shape(T, d), sink, rope, at, 128), more
   yield "route", (shape(T, 256), shape(256), None, shape(T, dtype=i32), 6, 1.5), {}
   yield "route", (shape(T, 256), None, shape(V, 6, dtype=i32), shape(T, dtype=i32), 6, 1.5), {}
   yield "argmax", (shape(T, V),), {}
-  yield "probs", (shape(T, V), shape(4)), {}
-  yield "pick", (shape(T, V), shape(2, dtype=i32), pos), {}
+  yield "probs", (shape(T, V), shape(1, 4)), {}
+  yield "pick", (shape(T, V), shape(1, 2, dtype=i32), at), {}
 
 def sources() -> dict[str, str]:
   """Symbol -> source of every kernel that the real model runs."""

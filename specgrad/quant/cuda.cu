@@ -2,6 +2,8 @@
 // any number of rows unless a section says otherwise. Written in C: tests compile it for a CPU too (tests/cuda_on_cpu.h).
 // No output row depends on how many rows a call has, and nothing is added up in an order that chance decides: every sum is
 // either of integers or has its own fixed order.
+// at (2,B): the position of each sequence's first row, then the slot in which it lives of caches (SLOTS,...). Rows and results are those of
+// sequence after sequence. Of entries spread over RANKS devices this one, RANK, keeps entry j = RANK + i * RANKS in row i.
 // W4A8: 1 where values are rounded as the official code does, 0 for float32 throughout. THREADS: of a block.
 #ifdef __cplusplus
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)  // one block a processor will do: no spills for the sake of more
@@ -20,6 +22,13 @@
 #ifndef W4A8
 #define W4A8 0
 #endif
+#ifndef B
+#define B 1
+#endif
+#ifndef RANKS
+#define RANK 0
+#define RANKS 1
+#endif
 #ifdef D
 #if D % 4 == 0
 #define VN 4                                               // channels that a thread moves at once
@@ -31,6 +40,29 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
+
+// ------------------------------------------------------------------------------------------------ sequences and ranks
+FN int sequence(int t, int rows) { return B == 1 ? 0 : t / (rows / B); }             // of row t of a call's rows
+FN int place_in(int t, int rows) { return B == 1 ? t : t % (rows / B); }              // of row t in its sequence
+FN int position(const int* at, int t, int rows) { return at[sequence(t, rows)] + place_in(t, rows); }
+FN i64 slot(const int* at, int t, int rows) { return at[B + sequence(t, rows)]; }
+FN int kept(int n) { return (n + RANKS - 1 - RANK) / RANKS; }                         // of n entries how many are here
+// one parameter for each rank
+#define EACH1(X) X(0)
+#define EACH2(X) EACH1(X), X(1)
+#define EACH3(X) EACH2(X), X(2)
+#define EACH4(X) EACH3(X), X(3)
+#define EACH5(X) EACH4(X), X(4)
+#define EACH6(X) EACH5(X), X(5)
+#define EACH7(X) EACH6(X), X(6)
+#define EACH8(X) EACH7(X), X(7)
+#define JOINED(a, b) a##b
+#define JOIN(a, b) JOINED(a, b)
+#define EACH(X) JOIN(EACH, RANKS)(X)
+#define INS(i) IN in##i
+#define OUTS(i) OUT out##i
+#define IN_NAME(i) in##i
+#define OUT_NAME(i) out##i
 
 // ------------------------------------------------------------------------------------------------ numbers
 FN float bf16(float x) {                                   // to bfloat16, ties to even
@@ -72,6 +104,7 @@ FN u32 order(float f) {                                    // float -> unsigned 
   const u32 u = __float_as_uint(f + 0.0f);
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
+FN float disorder(u32 u) { return __uint_as_float(u & 0x80000000u ? u & 0x7fffffffu : ~u); }
 
 // ------------------------------------------------------------------------------------------------ warps and blocks
 FN float warp_sum(float a) {
@@ -147,7 +180,7 @@ FN void store_vec(float* p, const float* a) {
 
 // ------------------------------------------------------------------------------------------------ a row of D channels in shared memory
 #if defined(KERNEL_head_rope) || defined(KERNEL_kv_write) || defined(KERNEL_kv_rows) || defined(KERNEL_compress) || \
-    defined(KERNEL_attend_merge)
+    defined(KERNEL_attend_end) || defined(KERNEL_attend_merge)
 #define ROW_BYTES (W4A8 ? ((D - R) + 2 * R + ((D - R) + 63) / 64 + 3) / 4 * 4 : 4 * D)
 #define KEY_BYTES (W4A8 ? D / 2 + D / 32 : 4 * D)
 FN float row_rms(const float* row, float* room) {
@@ -235,7 +268,7 @@ KERNEL NAME(OUT out, const void* __restrict__ table, const int* __restrict__ ids
 }
 #endif
 
-#ifdef KERNEL_rope_table      // out (N,R/2,2); freqs (R/2,), pos (1,): positions (pos / STRIDE + i) * STRIDE. Grid: N
+#ifdef KERNEL_rope_table      // out (N,R/2,2); freqs (R/2,), at (2,B): positions (position / STRIDE + i) * STRIDE. Grid: N
 FN void sincos_exact(float angle, float* sn, float* cs) {  // in double: angles reach a million
   const double x = angle, t = x * 0.63661977236758134308; const i64 q = (i64)(t + (t >= 0 ? 0.5 : -0.5));
   const double r = (x - q * 1.57079632673412561417) - q * 6.07710050650619224932e-11, z = r * r;
@@ -245,8 +278,8 @@ FN void sincos_exact(float angle, float* sn, float* cs) {  // in double: angles 
   const double a = q & 1 ? c : s, b = q & 1 ? s : c;
   *sn = (float)(q & 2 ? -a : a); *cs = (float)((q + 1) & 2 ? -b : b);
 }
-KERNEL NAME(OUT out, IN freqs, const int* __restrict__ pos) {
-  const int i = blockIdx.x; const float p = (float)((pos[0] / STRIDE + i) * STRIDE);
+KERNEL NAME(OUT out, IN freqs, const int* __restrict__ at) {
+  const int i = blockIdx.x, rows = gridDim.x; const float p = (float)((at[sequence(i, rows)] / STRIDE + place_in(i, rows)) * STRIDE);
   for (int j = threadIdx.x; j < R / 2; j += THREADS) {
     float s, c;
     sincos_exact(p * freqs[j], &s, &c);
@@ -480,12 +513,12 @@ FN void kv_row(float* row, float* room, IN kv, IN norm, IN rope) {
 }
 #endif
 
-#ifdef KERNEL_kv_write // ring (RING,row) in place; kv (T,D), norm (D,), rope (T,R/2,2), pos (1,). Grid: T
-KERNEL NAME(u8* __restrict__ ring, IN kv, IN norm, IN rope, const int* __restrict__ pos) {
+#ifdef KERNEL_kv_write // ring (SLOTS,RING,row) in place; kv (T,D), norm (D,), rope (T,R/2,2), at (2,B). Grid: T
+KERNEL NAME(u8* __restrict__ ring, IN kv, IN norm, IN rope, const int* __restrict__ at) {
   __shared__ float room[WARPS], row[D];
   const int t = blockIdx.x;
   kv_row(row, room, kv + (i64)t * D, norm, rope + (i64)t * R);
-  row_put(ring + (i64)((pos[0] + t) % RING) * ROW_BYTES, row);
+  row_put(ring + (slot(at, t, gridDim.x) * RING + position(at, t, gridDim.x) % RING) * ROW_BYTES, row);
 }
 #endif
 
@@ -499,37 +532,40 @@ KERNEL NAME(OUT out, IN kv, IN norm, IN rope) {
 }
 #endif
 
-#ifdef KERNEL_compress // ring (RING,2W), entries (C,row or key) in place; proj (T,2W), ape (RATIO,W), norm (D,), rope (NB,R/2,2), pos (1,)
-// Grid: NB + T.
-// The first NB blocks make an entry each, if these rows finish it; the others put the rows into the ring. An entry takes new
+#ifdef KERNEL_compress // ring (SLOTS,RING,2W), entries (SLOTS,C,row or key) in place; proj (T,2W), ape (RATIO,W), norm (D,),
+// rope (B*NB,R/2,2), at (2,B). Grid: B*NB + T.
+// The first B*NB blocks make an entry each, if these rows finish it; the others put the rows into the ring. An entry takes new
 // rows from `proj`, so no block waits for another; the ring has room for both what is read and what is written.
 #define W (OVERLAP ? 2 * D : D)
 #define GROUP 8                                            // rows in flight
-KERNEL NAME(float* ring, u8* __restrict__ entries, IN proj, IN ape, IN norm, IN rope, const int* __restrict__ pos) {
-  const int p0 = pos[0], rows = gridDim.x - NB;
-  if (blockIdx.x >= NB) {
-    const int t = blockIdx.x - NB; float* o = ring + (i64)((p0 + t) % RING) * 2 * W; const float* a = proj + (i64)t * 2 * W;
-    for (int c = threadIdx.x; c < W; c += THREADS) { o[c] = a[c]; o[W + c] = a[W + c] + ape[(i64)((p0 + t) % RATIO) * W + c]; }
+KERNEL NAME(float* rings, u8* __restrict__ entries, IN projs, IN ape, IN norm, IN rope, const int* __restrict__ at) {
+  const int rows = (gridDim.x - B * NB) / B;
+  if (blockIdx.x >= B * NB) {
+    const int t = blockIdx.x - B * NB, p = position(at, t, rows * B);
+    float* o = rings + (slot(at, t, rows * B) * RING + p % RING) * 2 * W; const float* a = projs + (i64)t * 2 * W;
+    for (int c = threadIdx.x; c < W; c += THREADS) { o[c] = a[c]; o[W + c] = a[W + c] + ape[(i64)(p % RATIO) * W + c]; }
     return;
   }
   __shared__ float room[WARPS], row[D];
 #if W4A8 && INDEX
   __shared__ float other[D];
 #endif
-  const int j = p0 / RATIO + blockIdx.x, first = (j - (OVERLAP && j ? 1 : 0)) * RATIO, last = (j + 1) * RATIO;
-  if (last > p0 + rows) return;
+  const int b = blockIdx.x / NB, p0 = at[b], j = p0 / RATIO + blockIdx.x % NB;
+  const int first = (j - (OVERLAP && j ? 1 : 0)) * RATIO, last = (j + 1) * RATIO; const i64 in = at[B + b], row_at = in * C + j / RANKS;
+  const float *ring = rings + in * RING * 2 * W, *proj = projs + (i64)b * rows * 2 * W;
+  if (last > p0 + rows || j % RANKS != RANK) return;
   for (int c = threadIdx.x; c < D; c += THREADS) {
     float top = -INF, sum = 0, o = 0;
     for (int p = first; p < last; p += GROUP) {
       float g[GROUP], k[GROUP], best = top;
 #pragma unroll
       for (int i = 0; i < GROUP; i++) {
-        const int at = p + i, off = c + (OVERLAP && at >= j * RATIO ? D : 0);
+        const int x = p + i, off = c + (OVERLAP && x >= j * RATIO ? D : 0);
         g[i] = -INF; k[i] = 0;
-        if (at < last && at >= p0) {
-          k[i] = proj[(i64)(at - p0) * 2 * W + off];
-          g[i] = proj[(i64)(at - p0) * 2 * W + W + off] + ape[(i64)(at % RATIO) * W + off];
-        } else if (at < last) { k[i] = ring[(i64)(at % RING) * 2 * W + off]; g[i] = ring[(i64)(at % RING) * 2 * W + W + off]; }
+        if (x < last && x >= p0) {
+          k[i] = proj[(i64)(x - p0) * 2 * W + off];
+          g[i] = proj[(i64)(x - p0) * 2 * W + W + off] + ape[(i64)(x % RATIO) * W + off];
+        } else if (x < last) { k[i] = ring[(i64)(x % RING) * 2 * W + off]; g[i] = ring[(i64)(x % RING) * 2 * W + W + off]; }
       }
 #pragma unroll
       for (int i = 0; i < GROUP; i++) best = fmaxf(best, g[i]);
@@ -547,15 +583,15 @@ KERNEL NAME(float* ring, u8* __restrict__ entries, IN proj, IN ape, IN norm, IN 
   row_rotate(row, rope + (i64)blockIdx.x * R, 1.0f);
   __syncthreads();
 #if W4A8 && INDEX
-  row_put_e2m1(entries + (i64)j * KEY_BYTES, 0, row_hadamard(row, other));
+  row_put_e2m1(entries + row_at * KEY_BYTES, 0, row_hadamard(row, other));
 #else
-  row_put(entries + (i64)j * ROW_BYTES, row);
+  row_put(entries + row_at * ROW_BYTES, row);
 #endif
 }
 #endif
 
 // ------------------------------------------------------------------------------------------------ tensor cores
-#if defined(KERNEL_index_scores) || defined(KERNEL_attend) || defined(KERNEL_attend_block)
+#if defined(KERNEL_index_scores) || defined(KERNEL_attend) || defined(KERNEL_attend_block) || defined(KERNEL_attend_part)
 FN u32 pack(float lo, float hi) { return __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x7632); }  // both are bfloat16 already
 // c (16,8) += a (16,16) times b (16,8), of bfloat16, by a warp. Lane 4g+i holds of a: rows g and g+8, columns 2i, 2i+1, then the
 // same two rows 8 columns on; of b: column g, rows 2i, 2i+1, then 8 rows on; of c: row g, columns 2i, 2i+1, then row g+8.
@@ -591,21 +627,25 @@ FN void mma_rows(u32* a, IN x, i64 pitch, int most, int k) {
 #if W4A8                                                   // scores are bfloat16
 typedef unsigned short Score;
 #define SCORE_OF(x) (Score)(order(x) >> 16)
+#define UNORDERED(s) disorder((s) << 16 | ((s) & 0x8000u ? 0 : 0xffffu))
 #else
 typedef u32 Score;
 #define SCORE_OF(x) order(x)
+#define UNORDERED(s) disorder(s)
 #endif
-#ifdef KERNEL_index_scores    // score (T,N) as ordered unsigned; q (T,H,D), keys (C,key), weight (T,H), pos (1,). Grid: N / KEYS, T
-// Rows with no more visible entries than TOPK need no scores.
+// how many of the first N entries a row sees of those kept here
+#define VISIBLE(t, rows) kept((position(at, t, rows) + 1) / RATIO < N ? (position(at, t, rows) + 1) / RATIO : N)
+#ifdef KERNEL_index_scores    // score (T,KEPT) as ordered unsigned; q (T,H,D), keys (SLOTS,C,key), weight (T,H), at (2,B). Grid: KEPT / KEYS, T
+// Rows with no more visible entries than UNSCORED need no scores.
 #if W4A8 && D % 32 == 0
 // On tensor cores: codes times scales are exact in bfloat16. A warp has 16 heads, if that is enough for all KEYS of the block.
 #define PITCH (D / 2 + 4)                                  // of a key, two channels a word
-KERNEL NAME(Score* __restrict__ score, IN q, const u8* __restrict__ keys, IN weight, const int* __restrict__ pos) {
+KERNEL NAME(Score* __restrict__ score, IN q, const u8* __restrict__ keys, IN weight, const int* __restrict__ at) {
   __shared__ u32 ks[32 * PITCH];
   __shared__ float sums[WARPS][32];
-  const int t = blockIdx.y, g = LANE / 4, i = LANE % 4;
-  int n = (pos[0] + t + 1) / RATIO; if (n > N) n = N;
-  if (n <= TOPK || (int)blockIdx.x * KEYS >= n) return;
+  const int t = blockIdx.y, g = LANE / 4, i = LANE % 4, n = VISIBLE(t, gridDim.y);
+  if (n <= UNSCORED || (int)blockIdx.x * KEYS >= n) return;
+  keys += slot(at, t, gridDim.y) * C * (D / 2 + D / 32);
 #if H <= 16 * WARPS
   u32 a[D / 16][4];
 #pragma unroll
@@ -658,7 +698,7 @@ KERNEL NAME(Score* __restrict__ score, IN q, const u8* __restrict__ keys, IN wei
       float s = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) s += sums[w][threadIdx.x];
-      score[(i64)t * N + j0 + threadIdx.x] = SCORE_OF(rnd(s));
+      score[(i64)t * KEPT + j0 + threadIdx.x] = SCORE_OF(rnd(s));
     }
   }
 }
@@ -668,13 +708,14 @@ KERNEL NAME(Score* __restrict__ score, IN q, const u8* __restrict__ keys, IN wei
 #define KT 32
 #define DT 64
 #define PITCH (DT + 4)                                     // rows start in different banks
-KERNEL NAME(Score* __restrict__ score, IN q, const u8* __restrict__ keys, IN weight, const int* __restrict__ pos) {
+KERNEL NAME(Score* __restrict__ score, IN q, const u8* __restrict__ keys, IN weight, const int* __restrict__ at) {
   __shared__ __align__(16) float qs[HT * PITCH];
   __shared__ __align__(16) float ks[KT * PITCH];
   const int t = blockIdx.y, j0 = blockIdx.x * KT, kx = threadIdx.x % 8, hx = threadIdx.x / 8;
-  int n = (pos[0] + t + 1) / RATIO; if (n > N) n = N;
+  const int n = VISIBLE(t, gridDim.y);
   float total[4] = { 0, 0, 0, 0 };
-  if (n <= TOPK || j0 >= n) return;
+  if (n <= UNSCORED || j0 >= n) return;
+  keys += slot(at, t, gridDim.y) * C * (W4A8 ? D / 2 + D / 32 : 4 * D);
   for (int h0 = 0; h0 < H; h0 += HT) {
     float acc[4][4];
 #pragma unroll
@@ -722,30 +763,41 @@ KERNEL NAME(Score* __restrict__ score, IN q, const u8* __restrict__ keys, IN wei
 #pragma unroll
   for (int k = 0; k < 4; k++) qs[hx * KT + kx + 8 * k] = total[k];
   __syncthreads();
-  if (threadIdx.x < KT && j0 + threadIdx.x < N) {
+  if (threadIdx.x < KT && j0 + threadIdx.x < KEPT) {
     float s = 0;
 #pragma unroll
     for (int i = 0; i < HT / 4; i++) s += qs[i * KT + threadIdx.x];
-    score[(i64)t * N + j0 + threadIdx.x] = SCORE_OF(rnd(s));
+    score[(i64)t * KEPT + j0 + threadIdx.x] = SCORE_OF(rnd(s));
   }
 }
 #endif
 #endif
 
-#ifdef KERNEL_index_choose    // out (T,N) bytes; score (T,N), pos (1,): the TOPK best of the visible entries. Grid: T
+#if defined(KERNEL_index_topk) || defined(KERNEL_index_best)
 // The score of the last one chosen, bit by bit; each thread keeps PER scores. Of equals the lower index wins.
-#define HELD (N <= (W4A8 ? 32768 : 16384))                 // in registers, else they are read again for every bit
-#define VECTORS (W4A8 && HELD && N % 8 == 0)
-enum { PER = ((N + THREADS - 1) / THREADS + 7) / 8 * 8, UNROLLED = HELD ? PER : 4, TOP_BIT = W4A8 ? 15 : 31 };
-KERNEL NAME(u8* __restrict__ out, const Score* __restrict__ score, const int* __restrict__ pos) {
+#define HELD (KEPT <= (W4A8 ? 32768 : 16384))              // in registers, else they are read again for every bit
+#define VECTORS (W4A8 && HELD && KEPT % 8 == 0)
+enum { PER = ((KEPT + THREADS - 1) / THREADS + 7) / 8 * 8, UNROLLED = HELD ? PER : 4, TOP_BIT = W4A8 ? 15 : 31 };
+#ifdef KERNEL_index_topk      // out (T,N) bytes; score (T,N), at (2,B): the TOPK best of the visible entries. Grid: T
+KERNEL NAME(u8* __restrict__ out, const Score* __restrict__ score, const int* __restrict__ at) {
+  u8* o = out + (i64)blockIdx.x * N;
+#endif
+#ifdef KERNEL_index_best      // out (T,2,TOPK), best first: scores, -inf where there is none, and numbers; score (T,KEPT), at (2,B). Grid: T
+KERNEL NAME(OUT out, const Score* __restrict__ score, const int* __restrict__ at) {
+  __shared__ u32 found[TOPK];
+  __shared__ int ids[TOPK];
+  float* o = out + (i64)blockIdx.x * 2 * TOPK;
+#endif
   __shared__ int room[WARPS];
-  const i64 t = blockIdx.x; const int first = threadIdx.x * PER; u32 least = 0;
-  int n = (pos[0] + (int)t + 1) / RATIO, left = TOPK, same = 0, more = 0; if (n > N) n = N;
-  const Score* from = score + t * N; u8* o = out + t * N;
+  const i64 t = blockIdx.x; const int first = threadIdx.x * PER, n = VISIBLE((int)t, gridDim.x); u32 least = 0;
+  int left = TOPK, same = 0, more = 0;
+  const Score* from = score + t * KEPT;
+#ifdef KERNEL_index_topk
   if (n <= TOPK) {
     for (int j = threadIdx.x; j < N; j += THREADS) o[j] = j < n;
     return;
   }
+#endif
 #define READ(i) (first + (i) < n ? (u32)from[first + (i)] : 0u)  // 0 is below every score
 #if VECTORS
   u32 s[PER / 2];
@@ -776,30 +828,69 @@ KERNEL NAME(u8* __restrict__ out, const Score* __restrict__ score, const int* __
   for (int i = 0; i < PER; i++) { same += SCORE(i) == least; more += SCORE(i) > least; }
   left -= block_count(more, room);
   left -= block_before(same, room, &more);                 // of equals, how many are left for this thread
-#if VECTORS
+#ifdef KERNEL_index_best
+#define TAKEN(i) (SCORE(i) > least || (SCORE(i) == least && least && left-- > 0))  // with fewer than TOPK all that are not 0
+  int mine = 0, keep = left;
+#pragma unroll UNROLLED
+  for (int i = 0; i < PER; i++) mine += TAKEN(i);
+  left = keep; mine = block_before(mine, room, &more);     // they follow each other by their numbers
+#pragma unroll UNROLLED
+  for (int i = 0; i < PER; i++) if (TAKEN(i)) { found[mine] = SCORE(i); ids[mine++] = first + i; }
+  __syncthreads();
+  for (int i = threadIdx.x; i < TOPK; i += THREADS) {
+    if (i >= more) { o[i] = -INF; o[TOPK + i] = 0; continue; }
+    const u32 s = found[i]; int before = 0;
+#pragma unroll 8
+    for (int k = 0; k < more; k++) before += found[k] > s || (found[k] == s && k < i);
+    o[before] = UNORDERED(s); o[TOPK + before] = (float)(ids[i] * RANKS + RANK);
+  }
+#elif VECTORS
 #pragma unroll
   for (int i = 0; i < PER / 4; i++) {
     u32 v = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) v |= (u32)(SCORE(4 * i + e) > least || (SCORE(4 * i + e) == least && left-- > 0)) << 8 * e;
-    if (first + 4 * i < N) *(u32*)(o + first + 4 * i) = v;
+    if (first + 4 * i < KEPT) *(u32*)(o + first + 4 * i) = v;
   }
 #else
 #pragma unroll UNROLLED
-  for (int i = 0; i < PER; i++) if (first + i < N) o[first + i] = SCORE(i) > least || (SCORE(i) == least && left-- > 0);
+  for (int i = 0; i < PER; i++) if (first + i < KEPT) o[first + i] = SCORE(i) > least || (SCORE(i) == least && left-- > 0);
 #endif
 }
 #endif
 
+#ifdef KERNEL_index_choose    // out (T,KEPT) bytes; for each rank (T,2,TOPK): the own ones of the TOPK best of all. Grid: T
+KERNEL NAME(u8* __restrict__ out, EACH(INS)) {
+  const float* list[RANKS] = { EACH(IN_NAME) }; u8* o = out + (i64)blockIdx.x * KEPT; const i64 row = (i64)blockIdx.x * 2 * TOPK;
+  for (int j = threadIdx.x; j < KEPT; j += THREADS) o[j] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < TOPK; i += THREADS) {
+    const float s = list[RANK][row + i], j = list[RANK][row + TOPK + i]; int before = i;
+    if (!(s > -INF)) break;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) if (r != RANK) {       // in each other list the better ones come first
+      int low = 0, high = TOPK;
+      while (low < high) {
+        const int mid = (low + high) / 2; const float x = list[r][row + mid];
+        if (x > s || (x == s && list[r][row + TOPK + mid] < j)) low = mid + 1; else high = mid;
+      }
+      before += low;
+    }
+    if (before < TOPK) o[(int)j / RANKS] = 1;
+  }
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------ attention
-#if defined(KERNEL_attend) || defined(KERNEL_attend_block)
+#if defined(KERNEL_attend) || defined(KERNEL_attend_block) || defined(KERNEL_attend_part)
 // part (SPLITS,T,H,D), ends (SPLITS,T,H,2): sums of a share of the visible rows, which are keys and values, weighted relative
 // to the share's largest score; that score and the sum of weights. Visible rows are numbered: those of the window, then entries
 // (or the block's rows). Split s takes every SPLITS-th chunk of them from chunk s on: the shares follow from how many rows are
-// visible and from nothing else. Grid: SPLITS, H / HEADS, T.
+// visible and from nothing else. Grid: SPLITS, H / HEADS, T. attend_part has the H heads of each rank, one rank after another; those
+// of other ranks see no window.
 #define ROW_BYTES (W4A8 ? ((D - R) + 2 * R + ((D - R) + 63) / 64 + 3) / 4 * 4 : 4 * D)
 #define REST 0x40000000                                    // of a row's number: an entry or one of the block, not a slot of the ring
-#ifdef KERNEL_attend
+#ifndef KERNEL_attend_block
 #define REST_BYTES ROW_BYTES
 #define PLAIN(row) (!W4A8)
 #else
@@ -818,7 +909,7 @@ KERNEL NAME(u8* __restrict__ out, const Score* __restrict__ score, const int* __
 // entries chosen among flags[from..to)
 FN int chosen_between(const u8* __restrict__ flags, int from, int to) {
   int count = 0, j = from;
-#if N % 16 == 0
+#if KEPT % 16 == 0
   for (; j + 16 <= to; j += 16) {
     const uint4 v = *(const uint4*)(flags + j);
     count += __popc((v.x & 0x01010101u) | (v.y & 0x01010101u) << 1 | (v.z & 0x01010101u) << 2 | (v.w & 0x01010101u) << 3);
@@ -880,32 +971,46 @@ FN void row_slice(float (*x)[VN], const u8* __restrict__ ring, const u8* __restr
 
 #ifdef KERNEL_attend
 KERNEL NAME(OUT part, OUT ends, IN q, const u8* __restrict__ ring, const u8* __restrict__ rest, const u8* __restrict__ chosen,
-            const int* __restrict__ pos) {
+            const int* __restrict__ at) {
+#endif
+#ifdef KERNEL_attend_part
+KERNEL NAME(OUT part, OUT ends, EACH(INS), const u8* __restrict__ ring, const u8* __restrict__ rest, const u8* __restrict__ chosen,
+            const int* __restrict__ at) {
+  const float *qs[RANKS] = { EACH(IN_NAME) }, *q = qs[0];
 #endif
 #ifdef KERNEL_attend_block
-KERNEL NAME(OUT part, OUT ends, IN q, const u8* __restrict__ ring, const u8* __restrict__ rest, const int* __restrict__ pos) {
+KERNEL NAME(OUT part, OUT ends, IN q, const u8* __restrict__ ring, const u8* __restrict__ rest, const int* __restrict__ at) {
 #endif
   __shared__ int list[CHUNK];
-  const int t = blockIdx.z, rows = gridDim.z, h0 = blockIdx.y * HEADS + WARP * OWN;
-#ifdef KERNEL_attend
-  const int p = pos[0] + t, first = p + 1 > WINDOW ? p + 1 - WINDOW : 0, near = p + 1 - first;
-  int far = (p + 1) / RATIO; if (far > N) far = N;
+  const int t = blockIdx.z, rows = gridDim.z, rank = RANKS == 1 ? 0 : blockIdx.y / ((H + HEADS - 1) / HEADS);
+  const int b0 = (blockIdx.y - rank * ((H + HEADS - 1) / HEADS)) * HEADS, h0 = b0 + WARP * OWN, p = position(at, t, rows);
+#ifdef KERNEL_attend_part
+#pragma unroll
+  for (int r = 1; r < RANKS; r++) if (r == rank) q = qs[r];
+#endif
+  ring += slot(at, t, rows) * RING * ROW_BYTES;
+#ifdef KERNEL_attend_block
+  const int start_of = at[sequence(t, rows)], first = start_of > WINDOW ? start_of - WINDOW : 0, near = start_of - first, far = rows / B;
+  rest += (i64)sequence(t, rows) * far * REST_BYTES;
 #else
-  const int p = pos[0], first = p > WINDOW ? p - WINDOW : 0, near = p - first, far = rows;
+  const int first = p + 1 > WINDOW ? p + 1 - WINDOW : 0, near = rank == RANK ? p + 1 - first : 0;
+  int far = kept((p + 1) / RATIO < N ? (p + 1) / RATIO : N);
+  rest += slot(at, t, rows) * C * ROW_BYTES;
 #endif
 #if CHOSEN
   __shared__ int room[WARPS];
-  const u8* flags = chosen + (i64)t * N;
+  const u8* flags = chosen + (i64)t * KEPT;
   const int per = ((far + THREADS - 1) / THREADS + 15) / 16 * 16, from = threadIdx.x * per < far ? threadIdx.x * per : far;
   const int to = from + per < far ? from + per : far, mine = chosen_between(flags, from, to), before = block_before(mine, room, &far);
 #endif
+#define ROW_OF(h) ((((i64)blockIdx.x * rows + t) * RANKS + rank) * H + (h))  // of part and ends
 #if TENSOR
   // Keys, and values as well, lie in shared memory as words of two rows' bfloat16: for values that is what the tensor cores take,
   // for keys two words become two operands, one for even rows and one for odd. Scores: each warp adds a share of the channels.
   __shared__ __align__(16) u32 kv[TILE / 2][KV_PITCH];
   __shared__ float scores[WARPS][HEADS][TILE], keeps[HEADS];
   __shared__ u32 weights[HEADS][TILE / 2 + 4];
-  const int g = LANE / 4, l = LANE % 4, d0 = WARP * (D / WARPS), b0 = blockIdx.y * HEADS;
+  const int g = LANE / 4, l = LANE % 4, d0 = WARP * (D / WARPS);
   float o[D / WARPS / 8][4], top[OWN], sum[OWN];
   u32 x[D / WARPS / 16][4];
 #pragma unroll
@@ -972,15 +1077,14 @@ KERNEL NAME(OUT part, OUT ends, IN q, const u8* __restrict__ ring, const u8* __r
   }
 #pragma unroll
   for (int h = 0; h < OWN; h++) if (LANE == 0 && h0 + h < H) {
-    const i64 at = ((i64)blockIdx.x * rows + t) * H + h0 + h;
-    ends[2 * at] = top[h]; ends[2 * at + 1] = sum[h];
+    ends[2 * ROW_OF(h0 + h)] = top[h]; ends[2 * ROW_OF(h0 + h) + 1] = sum[h];
   }
   if ((int)blockIdx.x * CHUNK >= near + far) return;       // nothing was added, and the merge won't look
 #pragma unroll
   for (int e = 0; e < 2; e++) if (b0 + g + 8 * e < H) {
-    const i64 at = ((i64)blockIdx.x * rows + t) * H + b0 + g + 8 * e;
+    float* sums = part + ROW_OF(b0 + g + 8 * e) * D + d0 + 2 * l;
 #pragma unroll
-    for (int c = 0; c < D / WARPS / 8; c++) *(float2*)(part + at * D + d0 + 8 * c + 2 * l) = make_float2(o[c][2 * e], o[c][2 * e + 1]);
+    for (int c = 0; c < D / WARPS / 8; c++) *(float2*)(sums + 8 * c) = make_float2(o[c][2 * e], o[c][2 * e + 1]);
   }
 #else
   float x[OWN][SLICES][VN], o[OWN][SLICES][VN], top[OWN], sum[OWN];
@@ -1032,49 +1136,111 @@ KERNEL NAME(OUT part, OUT ends, IN q, const u8* __restrict__ ring, const u8* __r
   }
 #pragma unroll
   for (int h = 0; h < OWN; h++) {
-    const i64 at = ((i64)blockIdx.x * rows + t) * H + h0 + h;
+    const i64 row = ROW_OF(h0 + h);
     if (h0 + h >= H) continue;
-    if (LANE == 0) { ends[2 * at] = top[h]; ends[2 * at + 1] = sum[h]; }
+    if (LANE == 0) { ends[2 * row] = top[h]; ends[2 * row + 1] = sum[h]; }
     if ((int)blockIdx.x * CHUNK >= near + far) continue;   // nothing was added, and the merge won't look
 #pragma unroll
-    for (int c = 0; c < SLICES; c++) { const int d = (c * 32 + LANE) * VN; if (d < D) store_vec(part + at * D + d, o[h][c]); }
+    for (int c = 0; c < SLICES; c++) { const int d = (c * 32 + LANE) * VN; if (d < D) store_vec(part + row * D + d, o[h][c]); }
   }
 #endif
 }
 #endif
 
-#ifdef KERNEL_attend_merge    // out (T,H,D); part (SPLITS,T,H,D), ends (SPLITS,T,H,2), sink (H,), rope (T,R/2,2). Grid: H, T
+#if defined(KERNEL_attend_end) || defined(KERNEL_attend_share)
+// weight[s] and used[s] of the shares of row `at` of ends (SPLITS,rows), which gives the largest score of all; *all: the sum of weights
+FN float shares(float* weight, int* used, float* all, IN ends, i64 rows, i64 at) {
+  const i64 i = (LANE < SPLITS ? LANE : 0) * rows + at;    // SPLITS is at most 32: a lane for each
+  const float most = ends[2 * i], sum = ends[2 * i + 1];
+  const int some = LANE < SPLITS && !(most == -INF && sum == 0);
+  const float top = warp_max(some ? most : -INF), w = some ? expf(most - top) : 0;
+  *all = warp_sum(some ? w * sum : 0);
+  if (LANE < SPLITS) { weight[LANE] = w; used[LANE] = some; }
+  return top;
+}
+FN void add_shares(float* a, const float* weight, const int* used, IN part, i64 rows, i64 at, int d) {  // VN channels from d on
+  float v[VN];
+#pragma unroll
+  for (int e = 0; e < VN; e++) a[e] = 0;
+#pragma unroll 4
+  for (int s = 0; s < SPLITS; s++) if (used[s]) {
+    load_vec(v, part + (s * rows + at) * D + d);
+#pragma unroll
+    for (int e = 0; e < VN; e++) a[e] += weight[s] * v[e];
+  }
+}
+#endif
+
+#ifdef KERNEL_attend_end      // out (T,H,D); part (SPLITS,T,H,D), ends (SPLITS,T,H,2), sink (H,), rope (T,R/2,2). Grid: H, T
 KERNEL NAME(OUT out, IN part, IN ends, IN sink, IN rope) {
   __shared__ float row[D], weight[SPLITS], all;
   __shared__ int used[SPLITS];
-  const int h = blockIdx.x, t = blockIdx.y, rows = gridDim.y;
-  if (WARP == 0) {                                         // SPLITS is at most 32: a lane for each
-    const i64 at = ((i64)(LANE < SPLITS ? LANE : 0) * rows + t) * H + h;
-    const float most = ends[2 * at], sum = ends[2 * at + 1];
-    const int some = LANE < SPLITS && !(most == -INF && sum == 0);
-    const float top = warp_max(some ? most : -INF), w = some ? expf(most - top) : 0;
-    const float total = warp_sum(some ? w * sum : 0) + expf(sink[h] - top);
-    if (LANE < SPLITS) { weight[LANE] = w; used[LANE] = some; }
-    if (LANE == 0) all = total;
+  const int h = blockIdx.x; const i64 rows = (i64)gridDim.y * H, at = (i64)blockIdx.y * H + h;
+  if (WARP == 0) {
+    float sum, top = shares(weight, used, &sum, ends, rows, at);
+    if (LANE == 0) all = sum + expf(sink[h] - top);
   }
   __syncthreads();
   for (int d = threadIdx.x * VN; d < D; d += THREADS * VN) {
-    float a[VN], v[VN];
-#pragma unroll
-    for (int e = 0; e < VN; e++) a[e] = 0;
-#pragma unroll 4
-    for (int s = 0; s < SPLITS; s++) if (used[s]) {
-      load_vec(v, part + (((i64)s * rows + t) * H + h) * D + d);
-#pragma unroll
-      for (int e = 0; e < VN; e++) a[e] += weight[s] * v[e];
-    }
+    float a[VN];
+    add_shares(a, weight, used, part, rows, at, d);
 #pragma unroll
     for (int e = 0; e < VN; e++) row[d + e] = rnd(a[e] / all);
   }
   __syncthreads();
-  row_rotate(row, rope + (i64)t * R, -1.0f);
+  row_rotate(row, rope + (i64)blockIdx.y * R, -1.0f);
   __syncthreads();
-  for (int d = threadIdx.x * VN; d < D; d += THREADS * VN) store_vec(out + ((i64)t * H + h) * D + d, row + d);
+  for (int d = threadIdx.x * VN; d < D; d += THREADS * VN) store_vec(out + at * D + d, row + d);
+}
+#endif
+
+#ifdef KERNEL_attend_share    // for each rank out (T,H,D+2); part (SPLITS,T,RANKS*H,D), ends (SPLITS,T,RANKS*H,2). Grid: RANKS*H, T
+KERNEL NAME(EACH(OUTS), IN part, IN ends) {
+  __shared__ float weight[SPLITS], all, most;
+  __shared__ int used[SPLITS];
+  float *outs[RANKS] = { EACH(OUT_NAME) }, *o = outs[0];
+  const int rank = blockIdx.x / H; const i64 rows = (i64)gridDim.y * RANKS * H, at = (i64)blockIdx.y * RANKS * H + blockIdx.x;
+#pragma unroll
+  for (int r = 1; r < RANKS; r++) if (r == rank) o = outs[r];
+  o += ((i64)blockIdx.y * H + blockIdx.x % H) * (D + 2);
+  if (WARP == 0) {
+    float sum, top = shares(weight, used, &sum, ends, rows, at);
+    if (LANE == 0) { o[D] = top; o[D + 1] = sum; }
+  }
+  __syncthreads();
+  for (int d = threadIdx.x * VN; d < D; d += THREADS * VN) {
+    float a[VN];
+    add_shares(a, weight, used, part, rows, at, d);
+#pragma unroll
+    for (int e = 0; e < VN; e++) o[d + e] = a[e];
+  }
+}
+#endif
+
+#ifdef KERNEL_attend_merge    // out (T,H,D); of each rank (T,H,D+2) as attend_share leaves them; sink (H,), rope (T,R/2,2). Grid: H, T
+KERNEL NAME(OUT out, EACH(INS), IN sink, IN rope) {
+  __shared__ float row[D];
+  const float* part[RANKS] = { EACH(IN_NAME) }; float weight[RANKS], top = -INF, all;
+  const int h = blockIdx.x; const i64 at = (i64)blockIdx.y * H + h, from = at * (D + 2);
+#pragma unroll
+  for (int r = 0; r < RANKS; r++) top = fmaxf(top, part[r][from + D]);
+  all = 0;
+#pragma unroll
+  for (int r = 0; r < RANKS; r++) {
+    weight[r] = part[r][from + D] > -INF ? expf(part[r][from + D] - top) : 0;
+    all += weight[r] * part[r][from + D + 1];
+  }
+  all += expf(sink[h] - top);
+  for (int d = threadIdx.x; d < D; d += THREADS) {
+    float a = 0;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) a += weight[r] * part[r][from + d];
+    row[d] = rnd(a / all);
+  }
+  __syncthreads();
+  row_rotate(row, rope + (i64)blockIdx.y * R, -1.0f);
+  __syncthreads();
+  for (int d = threadIdx.x * VN; d < D; d += THREADS * VN) store_vec(out + at * D + d, row + d);
 }
 #endif
 
@@ -1185,7 +1351,7 @@ KERNEL NAME(int* __restrict__ ids, IN value, const int* __restrict__ id) {
 }
 #endif
 
-#ifdef KERNEL_pick     // value (T,BLOCKS), id (T,BLOCKS); weights (T,V), seed (2,) int, pos (1,). Grid: BLOCKS, T
+#ifdef KERNEL_pick     // value (T,BLOCKS), id (T,BLOCKS); weights (T,V), seed (B,2) int, at (2,B). Grid: BLOCKS, T
 FN u32 mix(u32 h) { h ^= h >> 16; h *= 0x7feb352du; h ^= h >> 15; h *= 0x846ca68bu; return h ^ h >> 16; }
 FN void look(float* most, int* id, float w, int i, u32 h) {
   if (w != w) *id = -2;
@@ -1193,11 +1359,12 @@ FN void look(float* most, int* id, float w, int i, u32 h) {
   const float u = (mix(h + (u32)i * 0x9e3779b9u) >> 8) * 0x1p-24f + 0x1p-25f, g = logf(w) - logf(-logf(u));
   if (*id == -1 || g > *most) { *most = g; *id = i; }
 }
-KERNEL NAME(OUT value, int* __restrict__ id, IN weights, const int* __restrict__ seed, const int* __restrict__ pos) {
+KERNEL NAME(OUT value, int* __restrict__ id, IN weights, const int* __restrict__ seed, const int* __restrict__ at) {
   __shared__ float values[WARPS];
   __shared__ int ids[WARPS];
   const float* w = weights + (i64)blockIdx.y * V; const int first = blockIdx.x * (SHARE), end = first + (SHARE) < V ? first + (SHARE) : V;
-  const u32 h = mix(mix(mix(mix((u32)seed[0]) ^ (u32)seed[1]) + (u32)(pos[0] + 1 + OFFSET + (int)blockIdx.y)) + USE);
+  const int* dice = seed + 2 * sequence(blockIdx.y, gridDim.y); const int p = position(at, blockIdx.y, gridDim.y);
+  const u32 h = mix(mix(mix(mix((u32)dice[0]) ^ (u32)dice[1]) + (u32)(p + 1 + OFFSET)) + USE);
   float most = -INF; int best = -1;
 #if V % 4 == 0
   for (int i = first + threadIdx.x * 4; i < end; i += THREADS * 4) {
@@ -1211,7 +1378,7 @@ KERNEL NAME(OUT value, int* __restrict__ id, IN weights, const int* __restrict__
 }
 #endif
 
-#ifdef KERNEL_probs    // out (T,V); logits (T,V), settings (4,) = temperature, top_p, top_k, min_p. Grid: T
+#ifdef KERNEL_probs    // out (T,V); logits (T,V), settings (B,4) = temperature, top_p, top_k, min_p. Grid: T
 // Weights are added up as integers of 2^-44: exact in any order. A threshold is the largest value that, with all above it,
 // weighs at least `want`: found by a histogram over the distance from the top, and then exactly among the values of one bin;
 // or, where a bin holds too many, bit by bit over the whole row.
@@ -1231,12 +1398,13 @@ FN u64 block_total(u64 a, u64* room) {
   __syncthreads();
   return a;
 }
-KERNEL NAME(float* out, IN logits, IN settings) {
+KERNEL NAME(float* out, IN logits, IN all_settings) {
   __shared__ u64 bins[BINS], shares[BINS], room[WARPS], above;
   __shared__ u32 keys[BINS], found;
   __shared__ float values[WARPS];
   __shared__ int held, at;
   const float* x = logits + (i64)blockIdx.x * V; float* w = out + (i64)blockIdx.x * V;
+  const float* settings = all_settings + 4 * sequence(blockIdx.x, gridDim.x);
   const float temperature = settings[0], top_p = settings[1], min_p = settings[3]; const int k = (int)settings[2];
   float top = -INF; int sick = 0; u32 least = 0; u64 total = 0;
 #pragma unroll 4
@@ -1247,6 +1415,14 @@ KERNEL NAME(float* out, IN logits, IN settings) {
   for (int i = 0; i < WARPS; i++) top = fmaxf(top, values[i]);
   if (top == INF || top == -INF) {
     for (int i = threadIdx.x; i < V; i += THREADS) w[i] = NOT_A_NUMBER;
+    return;
+  }
+  if (!(temperature > 0)) {                                // the first of the largest alone
+    if (threadIdx.x == 0) found = ALL;
+    __syncthreads();
+    for (int i = threadIdx.x; i < V; i += THREADS) if (x[i] == top) { atomicMin(&found, (u32)i); break; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < V; i += THREADS) w[i] = i == (int)found;
     return;
   }
   for (int step = 0; step < 2; step++) {                   // top_k, then top_p, which needs the weights

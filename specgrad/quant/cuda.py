@@ -15,7 +15,7 @@ from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 from specgrad.quant import twin
 from specgrad.quant.cpu import as_buffer
-from specgrad.quant.twin import Weight, as_weight
+from specgrad.quant.twin import Weight, as_weight, kept
 from specgrad.quant.twin import uniforms as uniforms  # small enough for tinygrad's own code
 
 Sizes = tuple[tuple[str, int | float | str], ...]
@@ -69,9 +69,9 @@ def embed(table: Weight | Tensor, ids: Tensor, streams: int, first: int = 0) -> 
   return _run("embed", [_new(ids, T, streams, D)], [table.data, ids], (_parts(D, per), T), 128, V=V, FIRST=first, S=streams, D=D,
               HALF=int(table.kind == "BF16"))[0]
 
-def rope_table(freqs: Tensor, pos: Tensor, n: int, stride: int = 1) -> Tensor:
+def rope_table(freqs: Tensor, at: Tensor, n: int, stride: int = 1) -> Tensor:
   r = freqs.shape[0] * 2
-  return _run("rope_table", [_new(freqs, n, r // 2, 2)], [freqs, pos], (n,), 32, R=r, STRIDE=stride)[0]
+  return _run("rope_table", [_new(freqs, n, r // 2, 2)], [freqs, at], (n,), 32, B=at.shape[1], R=r, STRIDE=stride)[0]
 
 # ------------------------------------------------------------------------------------------------ hyper-connections
 def _hc_mix(h: Tensor, fn: Tensor) -> Tensor:
@@ -109,56 +109,90 @@ def head_rope(q: Tensor, rope: Tensor, heads: int, eps: float | None, index: boo
   return _run("head_rope", [_new(q, T, heads, D)], [q, rope], (heads, T), _threads(D, 128), H=heads, D=D, R=r, NORM=int(eps is not None),
               EPS=float(eps or 0), INDEX=int(index), HADAMARD=D ** -0.5, W4A8=int(w4a8))[0]
 
-def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float, w4a8: bool = False) -> Tensor:
+def kv_write(ring: Tensor, kv: Tensor, norm: Tensor, rope: Tensor, at: Tensor, eps: float, w4a8: bool = False) -> Tensor:
   T, D = kv.shape
-  return _run("kv_write", [ring], [kv, norm, rope, pos], (T,), _threads(D, 256), True, D=D, R=rope.shape[1] * 2, RING=ring.shape[0],
-              EPS=float(eps), INDEX=0, W4A8=int(w4a8))[0]
+  return _run("kv_write", [ring], [kv, norm, rope, at], (T,), _threads(D, 256), True, B=at.shape[1], D=D, R=rope.shape[1] * 2,
+              RING=ring.shape[1], EPS=float(eps), INDEX=0, W4A8=int(w4a8))[0]
 
 def kv_rows(kv: Tensor, norm: Tensor, rope: Tensor, eps: float, w4a8: bool = False) -> Tensor:
   T, D = kv.shape
   return _run("kv_rows", [_new(kv, T, D)], [kv, norm, rope], (T,), _threads(D, 256), D=D, R=rope.shape[1] * 2, EPS=float(eps), INDEX=0,
               W4A8=int(w4a8))[0]
 
-def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, pos: Tensor, eps: float,
-             index: bool = False, w4a8: bool = False) -> tuple[Tensor, Tensor]:
-  T, D, blocks = proj.shape[0], norm.shape[0], rope.shape[0]
-  ring, entries = _run("compress", [ring, entries], [proj, ape, norm, rope, pos], (blocks + T,), _threads(D), True, D=D,
-                       R=rope.shape[1] * 2, NB=blocks, RING=ring.shape[0], RATIO=ape.shape[0], OVERLAP=int(ape.shape[1] == 2 * D),
-                       EPS=float(eps), INDEX=int(index), HADAMARD=D ** -0.5, W4A8=int(w4a8))
+def compress(ring: Tensor, entries: Tensor, proj: Tensor, ape: Tensor, norm: Tensor, rope: Tensor, at: Tensor, eps: float,
+             index: bool = False, rank: int = 0, ranks: int = 1, w4a8: bool = False) -> tuple[Tensor, Tensor]:
+  T, D, B, blocks = proj.shape[0], norm.shape[0], at.shape[1], rope.shape[0]
+  ring, entries = _run("compress", [ring, entries], [proj, ape, norm, rope, at], (blocks + T,), _threads(D), True, B=B, D=D,
+                       R=rope.shape[1] * 2, NB=blocks // B, RING=ring.shape[1], C=entries.shape[1], RATIO=ape.shape[0],
+                       OVERLAP=int(ape.shape[1] == 2 * D), EPS=float(eps), INDEX=int(index), HADAMARD=D ** -0.5, RANK=rank, RANKS=ranks,
+                       W4A8=int(w4a8))
   return ring, entries
 
-def index_topk(q: Tensor, keys: Tensor, weight: Tensor, pos: Tensor, n: int, k: int, ratio: int, w4a8: bool = False) -> Tensor:
-  T, H, D = q.shape
-  per = 32 if not w4a8 or D % 32 else 128 if n <= 4096 else 512  # keys of a block; more of them, and fewer blocks read the query
-  score = _run("index_scores", [_new(q, T, n, dtype=dtypes.uint16 if w4a8 else dtypes.uint32)], [q, keys, weight, pos],
-               (_parts(n, per), T), 128, H=H, D=D, N=n, KEYS=per, TOPK=k, RATIO=ratio, SCALE=(H * D) ** -0.5, W4A8=int(w4a8))[0]
+def _index_scores(q: Tensor, keys: Tensor, weight: Tensor, at: Tensor, n: int, unscored: int, ratio: int, rank: int, ranks: int,
+                  w4a8: bool) -> Tensor:
+  (T, H, D), m = q.shape, kept(n, rank, ranks)
+  per = 32 if not w4a8 or D % 32 else 128 if m <= 4096 else 512  # keys of a block; more of them, and fewer blocks read the query
+  return _run("index_scores", [_new(q, T, m, dtype=dtypes.uint16 if w4a8 else dtypes.uint32)], [q, keys, weight, at],
+              (_parts(m, per), T), 128, B=at.shape[1], H=H, D=D, N=n, KEPT=m, C=keys.shape[1], KEYS=per, UNSCORED=unscored, RATIO=ratio,
+              SCALE=(H * D) ** -0.5, RANK=rank, RANKS=ranks, W4A8=int(w4a8))[0]
+
+def index_topk(q: Tensor, keys: Tensor, weight: Tensor, at: Tensor, n: int, k: int, ratio: int, w4a8: bool = False) -> Tensor:
+  score = _index_scores(q, keys, weight, at, n, k, ratio, 0, 1, w4a8)
   threads = _threads(_parts(n, 8), 1024 if n <= 16384 else 512)   # each keeps its scores in registers
-  return _run("index_choose", [_new(q, T, n, dtype=dtypes.bool)], [score, pos], (T,), threads, N=n, TOPK=k, RATIO=ratio, W4A8=int(w4a8))[0]
+  return _run("index_topk", [_new(q, q.shape[0], n, dtype=dtypes.bool)], [score, at], (q.shape[0],), threads, B=at.shape[1], N=n, KEPT=n,
+              TOPK=k, RATIO=ratio, W4A8=int(w4a8))[0]
+
+def index_best(q: Tensor, keys: Tensor, weight: Tensor, at: Tensor, n: int, k: int, ratio: int, rank: int, ranks: int,
+               w4a8: bool = False) -> Tensor:
+  score, m = _index_scores(q, keys, weight, at, n, 0, ratio, rank, ranks, w4a8), kept(n, rank, ranks)
+  return _run("index_best", [_new(q, q.shape[0], 2, k)], [score, at], (q.shape[0],), _threads(_parts(m, 8), 512), B=at.shape[1], N=n,
+              KEPT=m, TOPK=k, RATIO=ratio, RANK=rank, RANKS=ranks, W4A8=int(w4a8))[0]
+
+def index_choose(best: tuple[Tensor, ...], n: int, k: int, rank: int, ranks: int) -> Tensor:
+  T, m = best[0].shape[0], kept(n, rank, ranks)
+  return _run("index_choose", [_new(best[0], T, m, dtype=dtypes.bool)], list(best), (T,), _threads(max(m // 16, k)), KEPT=m, TOPK=k,
+              RANK=rank, RANKS=ranks)[0]
 
 SPLITS = 16                                                # shares of the visible rows: enough blocks to fill a GPU at six rows
 
-def _merged(part: Tensor, ends: Tensor, q: Tensor, sink: Tensor, rope: Tensor, w4a8: bool) -> Tensor:
+def _ended(part: Tensor, ends: Tensor, q: Tensor, sink: Tensor, rope: Tensor, w4a8: bool) -> Tensor:
   T, H, D = q.shape
-  return _run("attend_merge", [_new(q, T, H, D)], [part, ends, sink, rope], (H, T), _threads(D // _vec(D), 128), H=H, D=D,
+  return _run("attend_end", [_new(q, T, H, D)], [part, ends, sink, rope], (H, T), _threads(D // _vec(D), 128), H=H, D=D,
               R=rope.shape[1] * 2, SPLITS=SPLITS, INDEX=0, EPS=0.0, W4A8=int(w4a8))[0]
 
-def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, pos: Tensor,
+def attend(q: Tensor, ring: Tensor, entries: Tensor | None, chosen: Tensor | None, sink: Tensor, rope: Tensor, at: Tensor,
            window: int, n: int, ratio: int, w4a8: bool = False) -> Tensor:
   T, H, D = q.shape
   if entries is None: n, ratio, entries = 0, 1, ring
   part, ends = _run("attend", [_new(q, SPLITS, T, H, D), _new(q, SPLITS, T, H, 2)],
-                    [q, ring, entries, sink if chosen is None else chosen, pos], (SPLITS, _parts(H, 16), T), 128, H=H, D=D,
-                    R=rope.shape[1] * 2, RING=ring.shape[0], WINDOW=window, N=n, RATIO=ratio, CHOSEN=int(chosen is not None),
-                    SCALE=D ** -0.5, SPLITS=SPLITS, W4A8=int(w4a8))
-  return _merged(part, ends, q, sink, rope, w4a8)
+                    [q, ring, entries, sink if chosen is None else chosen, at], (SPLITS, _parts(H, 16), T), 128, B=at.shape[1], H=H, D=D,
+                    R=rope.shape[1] * 2, RING=ring.shape[1], C=entries.shape[1], WINDOW=window, N=n, KEPT=n, RATIO=ratio,
+                    CHOSEN=int(chosen is not None), SCALE=D ** -0.5, SPLITS=SPLITS, W4A8=int(w4a8))
+  return _ended(part, ends, q, sink, rope, w4a8)
 
-def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, pos: Tensor, window: int,
+def attend_part(q: tuple[Tensor, ...], ring: Tensor, entries: Tensor | None, chosen: Tensor | None, at: Tensor, window: int, n: int,
+                ratio: int, rank: int, r: int, w4a8: bool = False) -> tuple[Tensor, ...]:
+  (T, H, D), ranks = q[0].shape, len(q)
+  if entries is None: n, ratio, entries = 0, 1, ring
+  part, ends = _run("attend_part", [_new(q[0], SPLITS, T, ranks * H, D), _new(q[0], SPLITS, T, ranks * H, 2)],
+                    [*q, ring, entries, at if chosen is None else chosen, at], (SPLITS, ranks * _parts(H, 16), T), 128, B=at.shape[1], H=H,
+                    D=D, R=r, RING=ring.shape[1], C=entries.shape[1], WINDOW=window, N=n, KEPT=kept(n, rank, ranks), RATIO=ratio,
+                    CHOSEN=int(chosen is not None), SCALE=D ** -0.5, SPLITS=SPLITS, RANK=rank, RANKS=ranks, W4A8=int(w4a8))
+  return tuple(_run("attend_share", [_new(x, T, H, D + 2) for x in q], [part, ends], (ranks * H, T), _threads(D // _vec(D), 128), H=H, D=D,
+                    SPLITS=SPLITS, RANK=0, RANKS=ranks))
+
+def attend_merge(parts: tuple[Tensor, ...], sink: Tensor, rope: Tensor, w4a8: bool = False) -> Tensor:
+  (T, H, D), like = parts[0].shape, parts[0]
+  return _run("attend_merge", [_new(like, T, H, D - 2)], [*parts, sink, rope], (H, T), _threads(D - 2, 128), H=H, D=D - 2,
+              R=rope.shape[1] * 2, INDEX=0, EPS=0.0, RANK=0, RANKS=len(parts), W4A8=int(w4a8))[0]
+
+def attend_block(q: Tensor, ring: Tensor, block: Tensor, sink: Tensor, rope: Tensor, at: Tensor, window: int,
                  w4a8: bool = False) -> Tensor:
   T, H, D = q.shape
-  part, ends = _run("attend_block", [_new(q, SPLITS, T, H, D), _new(q, SPLITS, T, H, 2)], [q, ring, block, pos],
-                    (SPLITS, _parts(H, 16), T), 128, H=H, D=D, R=rope.shape[1] * 2, RING=ring.shape[0], WINDOW=window, SCALE=D ** -0.5,
-                    SPLITS=SPLITS, W4A8=int(w4a8))
-  return _merged(part, ends, q, sink, rope, w4a8)
+  part, ends = _run("attend_block", [_new(q, SPLITS, T, H, D), _new(q, SPLITS, T, H, 2)], [q, ring, block, at],
+                    (SPLITS, _parts(H, 16), T), 128, B=at.shape[1], H=H, D=D, R=rope.shape[1] * 2, RING=ring.shape[1], WINDOW=window,
+                    SCALE=D ** -0.5, SPLITS=SPLITS, W4A8=int(w4a8))
+  return _ended(part, ends, q, sink, rope, w4a8)
 
 # ------------------------------------------------------------------------------------------------ router and choice of a token
 def route(z: Tensor, bias: Tensor | None, tid2eid: Tensor | None, tokens: Tensor, k: int, factor: float) -> tuple[Tensor, Tensor]:
@@ -183,10 +217,10 @@ def argmax(logits: Tensor) -> Tensor:
 
 def probs(logits: Tensor, settings: Tensor) -> Tensor:
   T, V = logits.shape
-  return _run("probs", [_new(logits, T, V)], [logits, settings], (T,), 1024, V=V)[0]
+  return _run("probs", [_new(logits, T, V)], [logits, settings], (T,), 1024, B=settings.shape[0], V=V)[0]
 
-def pick(weights: Tensor, seed: Tensor, pos: Tensor, use: int = 0, offset: int = 0) -> Tensor:
+def pick(weights: Tensor, seed: Tensor, at: Tensor, use: int = 0, offset: int = 0) -> Tensor:
   T, V = weights.shape
-  value, index = _run("pick", [_new(weights, T, BLOCKS), _new(weights, T, BLOCKS, dtype=dtypes.int32)], [weights, seed, pos],
-                      (BLOCKS, T), 256, V=V, USE=use, OFFSET=offset, BLOCKS=BLOCKS)
+  value, index = _run("pick", [_new(weights, T, BLOCKS), _new(weights, T, BLOCKS, dtype=dtypes.int32)], [weights, seed, at],
+                      (BLOCKS, T), 256, B=at.shape[1], V=V, USE=use, OFFSET=offset, BLOCKS=BLOCKS)
   return _best(value, index)
