@@ -80,24 +80,31 @@ def stored(checkpoint: Checkpoint, name: str, kind: str, part: Part) -> tuple[np
   tiles = codes[first // 128:-(-last // 128), left // 128:-(-right // 128)]
   return data, np.repeat(tiles, 128, axis=0)[first % 128:][:last - first]
 
+def room(columns: tuple[np.ndarray, ...], count: int, experts: int, device: str) -> list[Tensor]:
+  """An empty tensor for `count` parts like each of these, one under the other. experts: length of a new first axis, 0: none."""
+  shapes = [(count * c.shape[0], *c.shape[1:]) for c in columns]
+  shapes = [(experts, s[0] // experts, *s[1:]) if experts else s for s in shapes]
+  return [Tensor.empty(*s, dtype=DTYPES[c.dtype], device=device).realize() for s, c in zip(shapes, columns)]
+
 def send(parts: Iterator[tuple[np.ndarray, ...]], count: int, experts: int, device: str) -> list[Tensor]:
-  """Parts of `count` equal shapes, one under the other in a new tensor of the device: for each column of theirs. experts:
-  length of a new first axis, 0: none."""
+  """Parts of `count` equal shapes, one under the other in a new tensor of the device: for each column of theirs."""
   out: list[Tensor] = []
   for i, columns in enumerate(parts):
-    if not i:
-      shapes = [(count * c.shape[0], *c.shape[1:]) for c in columns]
-      shapes = [(experts, s[0] // experts, *s[1:]) if experts else s for s in shapes]
-      out = [Tensor.empty(*s, dtype=DTYPES[c.dtype], device=device).realize() for s, c in zip(shapes, columns)]
+    if not i: out = room(columns, count, experts, device)
     for tensor, value in zip(out, columns):
       host = Buffer("PYTHON", value.size, tensor.dtype, opaque=np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
       tensor._buffer().view(value.size, tensor.dtype, i * value.nbytes).ensure_allocated().copy_from(host)
   return out
 
+def leave(parts: Iterator[tuple[np.ndarray, ...]], count: int, experts: int, device: str) -> list[Tensor]:
+  """As `send`, but nothing is sent: the tensors stay empty, and no part but the first is looked at."""
+  return room(next(parts), count, experts, device)
+
 def stream(checkpoint: Checkpoint, devices: str | Sequence[str], done: Callable[[int], None] = lambda n: None,
-           prefix: tuple[str, ...] = TARGET, packed: bool = False) -> Iterator[tuple[str, Any]]:
+           prefix: tuple[str, ...] = TARGET, packed: bool = False, fill: Callable[..., list[Tensor]] = send) -> Iterator[tuple[str, Any]]:
   """(name, tensor or matrix on the device, or Each of several) for every tensor whose official name begins with one of
-  `prefix`. `done` is told the bytes read since its last call. packed: matrices keep the checkpoint's bytes; else float32."""
+  `prefix`. `done` is told the bytes read since its last call. packed: matrices keep the checkpoint's bytes; else float32.
+  fill: `send`, or `leave` where shapes are enough."""
   devices = (devices,) if isinstance(devices, str) else tuple(devices)
   expected, n = expected_tensors(checkpoint.config), len(devices)
   held_by = groups(checkpoint, prefix)
@@ -121,7 +128,7 @@ def stream(checkpoint: Checkpoint, devices: str | Sequence[str], done: Callable[
         def read(name: str, part: Part = part, one: str = one) -> tuple[np.ndarray, ...]:
           if name.endswith("tid2eid"): return (checkpoint.read(name).astype(np.int32),)
           return tuple(c for c in stored(checkpoint, name, one, part) if c is not None)
-        tensors = send(ahead(pool, read, mine), len(mine), last - first, device)
+        tensors = fill(ahead(pool, read, mine), len(mine), last - first, device)
         values.append(Weight(one, *tensors) if held in matrices else tensors[0])
       done(sum(checkpoint.tensors[t].nbytes for name in names for t in (name, checkpoint.scale_name(name)) if t))
       yield held, values[0] if n == 1 else Each(values)

@@ -17,6 +17,7 @@ from tinygrad import Tensor
 from tinygrad.uop.ops import Ops
 
 from specgrad import toolchain
+from specgrad.quant import cuda as cuda_ops
 from specgrad.quant import cuda_products as cp
 from specgrad.quant import twin
 from specgrad.quant.twin import Weight
@@ -266,6 +267,21 @@ def test_buffers_are_declared() -> None:
   for p in found:
     n = len(p.arg.globals)
     assert p.arg.outs and p.arg.ins and sorted((*p.arg.outs, *p.arg.ins)) == list(range(n))
+
+def test_a_tensor_is_laid_out_once_for_all_its_products_but_a_buffer_each_time() -> None:
+  """What is kept must not outlive its tensor, nor stand for a buffer whose contents may have changed."""
+  w = [stored(seed, "FP4", 32, 128).weight() for seed in (1, 2)]
+  buffer = Tensor.empty(1, 128).realize()
+  laid = lambda x: {u for t in [cp.linear(x, m, w4a8=True) for m in w] for u in t.uop.toposort()
+                    if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM and u.src[0].arg.name.startswith("prepare")}
+  made = cuda_ops.rms_norm(buffer, Tensor.empty(128).realize(), 1e-6)
+  assert len(laid(made)) == 1 and len(cp.LAID) == 1
+  assert len(laid(buffer)) == 2 and len(cp.LAID) == 1
+  before = laid(made)
+  made.replace(cuda_ops.rms_norm(buffer, Tensor.empty(128).realize(), 1e-6))
+  assert not before & laid(made)
+  del made
+  assert not cp.LAID
 
 def test_rows_on_two_devices_are_columns() -> None:
   devices, w = ("CPU", "CPU:1"), stored(1, "FP4", 64, 128)

@@ -4,12 +4,15 @@ On one device all values are plain tensors. On several, each value is an `Each`:
 operation runs on every device with what that device holds. Nothing is shared out behind the scenes: devices meet only in
 `everyone`, `deliver` and what is made of them."""
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from tinygrad import Tensor
+
+KERNELS = {"CPU": "cpu", "CUDA": "cuda", "NV": "cuda"}        # kind of device -> module; the others run the twin
 
 class Each(tuple[Any, ...]):
   """One thing on several devices, in their order: copies, parts, or shares of a sum, as whoever made it says."""
@@ -57,9 +60,9 @@ def operations(devices: str | Sequence[str], w4a8: bool) -> SimpleNamespace:
   Every implementing module has the same names and signatures; `twin`, plain tinygrad expressions, runs anywhere. With
   them: `devices`; `rank`, each device's number; `total(x)`, the sum of the devices' shares in their order, rounded as a
   product is; `gather(x)`, the parts side by side."""
-  from specgrad.quant import cpu, cuda, twin
+  from specgrad.quant import cpu, twin
   devices = (devices,) if isinstance(devices, str) else tuple(devices)
-  module = {"CPU": cpu, "CUDA": cuda, "NV": cuda}.get(devices[0].split(":")[0], twin)
+  module = importlib.import_module(f"specgrad.quant.{KERNELS.get(devices[0].split(':')[0], 'twin')}")
   names = [n for n, f in vars(twin).items() if inspect.isfunction(f) and hasattr(cpu, n)]
   takes = {n: "w4a8" in inspect.signature(getattr(twin, n)).parameters for n in names}
   ops = {n: functools.partial(getattr(module, n), w4a8=w4a8) if takes[n] else getattr(module, n) for n in names}
@@ -67,10 +70,10 @@ def operations(devices: str | Sequence[str], w4a8: bool) -> SimpleNamespace:
 
   def total(x: Any) -> Any:
     if alone: return x
-    add = lambda parts: twin.rnd(functools.reduce(Tensor.add, parts), w4a8).contiguous()
+    add = lambda parts: twin.rnd(functools.reduce(Tensor.add, parts), w4a8).clone()
     return lift(add)(everyone(x))
 
-  def gather(x: Any) -> Any: return x if alone else lift(lambda parts: Tensor.cat(*parts, dim=1).contiguous())(everyone(x))
+  def gather(x: Any) -> Any: return x if alone else lift(lambda parts: Tensor.cat(*parts, dim=1).clone())(everyone(x))
 
   if not alone: ops = {n: lift(f) for n, f in ops.items()}
   return SimpleNamespace(**ops, devices=devices, alone=alone, rank=0 if alone else Each(range(len(devices))), total=total, gather=gather)

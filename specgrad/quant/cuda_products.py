@@ -7,6 +7,7 @@ tinygrad's names of architectures can't ask for: it is compiled here and handed 
 import functools
 import importlib.resources
 import shutil
+import weakref
 from typing import NamedTuple
 
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -131,6 +132,19 @@ def markov_launch(V: int, rank: int, row: int, half: bool, batch: int = 1, rows:
   return Launch("markov", (ceil(V, 64), batch), 256, sizes)
 
 # ------------------------------------------------------------------------------------------------ the operations
+LAID: dict[int, tuple[UOp, dict[Launch, Tensor]]] = {}     # by the identity of a living tensor: what it was then, and that laid out
+
+def laid_out(x: Tensor, launch: Launch, size: int) -> Tensor:
+  """What the kernel makes of x, once for all products with this very tensor that want the same. Not of a tensor that is a buffer
+  by now: its contents may change."""
+  make = lambda: run(launch, [new(x, size, dtype=dtypes.uint16)], [x])[0]
+  if x.uop.base.op is not Ops.AFTER: return make()
+  if id(x) not in LAID: weakref.finalize(x, LAID.pop, id(x), None)
+  if id(x) not in LAID or LAID[id(x)][0] is not x.uop: LAID[id(x)] = x.uop, {}
+  made = LAID[id(x)][1]
+  if launch not in made: made[launch] = make()
+  return made[launch]
+
 def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool = True, rounded: bool = True,
            w4a8: bool = False) -> Tensor:
   weight = as_weight(weight)
@@ -138,8 +152,7 @@ def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool =
   assert devices == 1 or groups == 1, "groups of one device's rows and of another's would share a result"
   T, N, K = x.shape[0], weight.data.shape[0] // groups // devices, x.shape[1] // groups
   quantise = quantise and w4a8 and weight.kind in ("FP8", "FP4")
-  laid = new(x, laid_size(weight.kind, T * groups, K, quantise), dtype=dtypes.uint16)
-  laid = run(prepare_launch(T * groups, K, weight.kind, quantise), [laid], [x])[0]
+  laid = laid_out(x, prepare_launch(T * groups, K, weight.kind, quantise), laid_size(weight.kind, T * groups, K, quantise))
   launch = linear_launch(T, groups, N, K, weight.kind, quantise, rounded and w4a8)
   out = new(x, T, groups * N)
   if devices > 1: out = Tensor(out.uop.unshard(1), device=weight.data.device)  # each device has columns: those of its rows of w
