@@ -926,7 +926,7 @@ def test_shares_make_up_the_whole(ops: Any, ranks: int, n: int, choose: bool) ->
       args, want = attention(pos, T, 6, 12, 48, 8, 4, n, choose)
       close(shares(functools.partial(run, ops), args, ranks, 4)[0], want, 3e-6)
 
-@pytest.mark.parametrize("ranks, choose, w4a8", [(2, True, True), (3, False, False)])
+@pytest.mark.parametrize("ranks, choose, w4a8", [(2, True, True), (2, False, True), (3, False, False)])
 def test_shares_of_several_sequences(ranks: int, choose: bool, w4a8: bool) -> None:
   cpu_run, twin_run = (functools.partial(run, ops, w4a8=w4a8) for ops in (cpu, twin))
   sequences_share(Sequences(6, w4a8, heads=6), cpu_run, twin_run, ranks, choose)
