@@ -106,7 +106,7 @@ def test_same_names_and_signatures() -> None:
 
 def test_every_operation_of_the_model_is_here() -> None:
   code = [p.read_text() for p in Path(specgrad.__file__).parent.rglob("*.py")]
-  assert {name for text in code for name in re.findall(r"\bops\.(\w+)", text)} == set(OPS)
+  assert {name for text in code for name in re.findall(r"\bops\.(\w+)", text)} & functions(twin) == set(OPS)
 
 def test_who_computes_where() -> None:
   for device, module in (("CPU", cpu), ("CPU:1", cpu), ("CUDA", cuda), ("NV:1", cuda), ("CL", twin)):
