@@ -49,14 +49,14 @@ class Terminal:
     return bool(data)
 
   def expect(self, pattern: str, seconds: float = 60) -> str:
-    """What the terminal got since the last call, up to and with the pattern."""
+    """What the terminal got since the last call, up to and with the pattern; without bars, which only a busy machine shows."""
     end = time.monotonic() + seconds
     while not (found := re.search(pattern.encode(), self.raw[self.at:])):
       alive = self.read(0.1)
       assert alive and time.monotonic() < end, f"{pattern!r} did not come, but {self.raw[self.at:]!r}"
     text = self.raw[self.at:self.at + found.end()].decode("utf-8", "replace")
     self.at += found.end()
-    return text
+    return re.sub(r"(\r(compiling|load|prefill| +)[^\r\n]*)+\r(?!\n)", "", text)
 
   def send(self, text: str) -> None:
     """All of it, reading meanwhile: a terminal holds only so much in either direction."""
