@@ -76,6 +76,7 @@ class Script:
   """A batch that says what it is told to, and keeps what it was asked."""
   def __init__(self) -> None:
     self.blocks: Iterable[Any] = []
+    self.later: Iterable[Any] | None = None                  # of all sequences but the first
     self.reason, self.gate, self.room = "stop", None, 1000
     self.jobs: list[Job] = []
     self.asked: list[SimpleNamespace] = []
@@ -83,6 +84,7 @@ class Script:
     self.death: Exception | None = None
 
   def say(self, blocks: Iterable[Any], reason: str = "stop", gate: threading.Semaphore | None = None) -> None:
+    self.later = None
     self.blocks, self.reason, self.gate, self.jobs, self.asked, self.room = blocks, reason, gate, [], [], 1000
 
   @property
@@ -93,7 +95,7 @@ class Script:
     if len(self.jobs) >= self.room: raise batch.Full
     if any(token >= 2048 for token, _ in sampling.logit_bias): raise ValueError("sampling: logit_bias of id 4000, want 0 to 2047")
     self.asked.append(SimpleNamespace(ids=list(ids), max_tokens=max_tokens, sampling=sampling, **more))
-    self.jobs.append(Job(self.blocks, self.reason, self.gate))
+    self.jobs.append(Job(self.blocks if not self.jobs or self.later is None else self.later, self.reason, self.gate))
     self.jobs[-1].stats.prompt_tokens, self.jobs[-1].stats.reused_tokens = len(ids), len(ids) // 2
     return self.jobs[-1]
 
@@ -266,6 +268,21 @@ def test_stop_strings_at_every_place_of_a_block(scripted: Running, path: str, st
     counted = [t for part in logprobs for t in part["content" if path == CHAT else "tokens"]]
     assert (text, reason, usage["completion_tokens"], len(counted)) == (SENTENCE[:cut], "stop", last + 1, last + 1), stop
     until(scripted.batch.jobs[0].over.is_set)
+
+def test_a_sequence_that_stops_does_not_run_on(scripted: Running) -> None:
+  """While another one of the request does."""
+  gate = threading.Semaphore(0)
+  def other() -> Iterator[list[int]]:
+    gate.acquire()
+    yield [EOS_ID]
+  scripted.batch.say(itertools.chain(blocks(SENTENCE, 6), itertools.repeat([33])))
+  scripted.batch.later = other()
+  asking = threading.Thread(target=scripted.ask, args=("POST", CHAT, {"messages": HELLO, "n": 2, "stop": "42"}))
+  asking.start()
+  until(lambda: scripted.batch.jobs and scripted.batch.jobs[0].over.is_set())
+  assert not scripted.batch.jobs[1].over.is_set()
+  gate.release()
+  asking.join(20)
 
 def test_a_stop_string_is_one_that_begins_earlier(scripted: Running) -> None:
   """"43" starts like "42" did not: what was held back is shown."""
