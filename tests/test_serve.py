@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import openai
+import pydantic  # comes with openai
 import pytest
 import standin  # noqa: F401  takes the place of specgrad.batch
 from hypothesis import HealthCheck, given, settings
@@ -380,6 +381,26 @@ def test_tool_choice(scripted: Running) -> None:
     after = mask.rows(lead)[-1]
     assert {name for name in ("weather", "tides", "x") if after[TOKENIZER.encode(name)[0]]} == set(names)
 
+class Weather(pydantic.BaseModel):
+  city: str
+  days: int
+
+def test_models_of_pydantic(scripted: Running) -> None:
+  """As the client's own helper sends and reads them: strict, with the whole reply held to them."""
+  said = CALLS.replace("tides", "weather").replace('<｜DSML｜parameter name="city" string="true">Hel</｜DSML｜parameter>\n', "")
+  said = said[:said.rindex('\n<｜DSML｜invoke')] + "\n</｜DSML｜tool_calls>"
+  scripted.batch.say(blocks(said, 3))
+  tool = openai.pydantic_function_tool(Weather, name="weather")
+  reply = scripted.client.chat.completions.parse(model="scripted", messages=HELLO, tools=[tool])
+  calls = reply.choices[0].message.tool_calls
+  assert [call.function.parsed_arguments for call in calls] == [Weather(city='Łódź "x"', days=3)]
+  ids = TOKENIZER.encode(said)
+  assert all(row[token] for row, token in zip(scripted.batch.asked[0].mask.rows(ids), ids))
+  scripted.batch.say(blocks('{"city": "Hel", "days": 2}', 3))
+  parsed = scripted.client.chat.completions.parse(model="scripted", messages=HELLO, response_format=Weather).choices[0].message.parsed
+  assert parsed == Weather(city="Hel", days=2) and not scripted.batch.asked[0].mask.rows([])[0][EOS_ID]
+  assert "Answer as" in TOKENIZER.decode(scripted.batch.asked[0].ids)
+
 def test_several_choices(scripted: Running) -> None:
   reply = scripted.client.chat.completions.create(model="scripted", messages=HELLO, n=3, seed=2 ** 63 - 1)
   assert [choice.message.content for choice in reply.choices] == [SENTENCE] * 3 and [choice.index for choice in reply.choices] == [0, 1, 2]
@@ -486,8 +507,9 @@ def deep(n: int) -> bytes: return b'{"messages":' + b"[" * n + b"]" * n + b"}"
   ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name='weather', want each name once"),
   ({"tools": [{"type": "function", "function": {"name": 'a">\n'}}]},
    r"tools\[0\].function.name='a\">\\n', want 1 to 64 letters, digits, underscores, dots and dashes"),
-  ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-   "tools[0].function.strict=True, want false or nothing: arguments are not held to the schema"),
+  ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1.5}}]}, "tools[0].function.strict=1.5, want true or false"),
+  ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {}}}}}]},
+   "tools: strict function f: parameters have to be an object that requires each of its properties"),
   ({"tool_choice": "required"}, "tool_choice='required', want it only with tools"),
   ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sun"}}},
    "tool_choice.function.name='sun', want the name of one of the tools"),
