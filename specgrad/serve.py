@@ -140,11 +140,19 @@ class App:
       if len(ids) >= self.model.max_context:
         raise RequestError(f"this model's maximum context length is {self.model.max_context} tokens, the prompt has {len(ids)}: no room "
                            "for a reply. Shorten it", "messages" if chat else "prompt", "context_length_exceeded")
-    grammar = call_grammar(self.tokenizer, request.must_call) if request.must_call else None
-    if request.schema is not None: grammar = json_grammar(request.schema, self.tokenizer if request.tools else None)
-    if grammar is None: return request, prompts, None
-    try: return request, prompts, self.vocabulary.start(grammar, request.effort != "off")
-    except ValueError as error: raise RequestError(f"response_format: {error}", "response_format", "invalid_schema") from None
+    try: return request, prompts, self.mask(request)
+    except ValueError as error:
+      field = "tools" if request.tools else "response_format"
+      raise RequestError(f"{field}: {error}", field, "invalid_schema") from None
+
+  def mask(self, request: Request) -> Mask | None:
+    """What the reply is held to, if anything. Raises ValueError."""
+    functions = [tool["function"] for tool in request.tools]
+    if functions and (request.must_call or request.schema is not None or any(f.get("strict") for f in functions)):
+      grammar = call_grammar(self.tokenizer, functions, request.must_call, request.schema)
+    elif request.schema is not None: grammar = json_grammar(request.schema)
+    else: return None
+    return self.vocabulary.start(grammar, request.effort != "off")
 
   def encode(self, request: Request) -> list[int]:
     """The prompt shows the schema where the checkpoint has the text for it; the mask holds the reply to it in any case."""
