@@ -24,7 +24,7 @@ FORBIDDEN = {  # part of specgrad -> what it must not know
   "reply": {"tinygrad"},
   "plan": {"tinygrad"},
 }
-ONLY_IN = {"tiktoken": {"tokenizer"}, "tqdm": {"run", "engine"}}  # and tqdm in scripts
+ONLY_IN = {"tiktoken": {"tokenizer"}, "tqdm": {"run", "engine", "terminal"}}  # and tqdm in scripts
 NOWHERE = {"torch", "transformers", "accelerate"}
 
 def imports(source: str, package: tuple[str, ...]) -> set[str]:
