@@ -40,9 +40,10 @@ class ReplyText:
 
   def push(self, block: Sequence[int]) -> tuple[list[int], str]:
     """-> the ids of the block that belong to the reply, and what can now be shown."""
+    if self.ended: return [], ""
+    if not self.stop and self.eos not in block: return list(block), self.decoder.push(block) if self.decoder else ""
     new, shown = list[int](), ""
     for token in block:                                    # token by token: a block may run past the end of the text
-      if self.ended: break
       new.append(token)
       if token == self.eos: shown, self.ended = shown + self.finish(), True
       elif self.decoder:
@@ -51,6 +52,7 @@ class ReplyText:
         safe = len(self.held) - overlap(self.held, self.stop) if found is None else found
         shown, self.held = shown + self.held[:safe], self.held[safe:]
         self.ended = found is not None
+      if self.ended: break
     return new, shown
 
   def finish(self) -> str:

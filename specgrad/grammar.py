@@ -4,6 +4,7 @@ Knows bytes and ids. Masks are host arrays; how the verified step applies them i
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +43,7 @@ class Vocabulary:
     """A mask for a reply of this grammar, after its reasoning if it has one. Raises ValueError, one line, for grammars and
     schemas that are invalid, not supported or too large."""
     matcher = LLMatcher(self.compiled, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    if matcher.is_error(): raise ValueError(" ".join(matcher.get_error().split())[:300])
+    if matcher.is_error(): raise ValueError(fault(matcher))
     return Mask(self, matcher, thinking)
 
   def spelling(self, place: int) -> np.ndarray:
@@ -56,13 +57,13 @@ class Vocabulary:
 
 def json_grammar(schema: dict[str, Any] | bool, calls: Tokenizer | None = None) -> str:
   """JSON of this schema; with a tokenizer, a block of tool calls may stand in its place."""
-  text = json.dumps({**({} if schema is True else {"not": {}} if schema is False else schema), "x-guidance": LAYOUT})
-  if calls is None: return lark(f"start: %json {text}")
-  return lark(f"start: answer | block\nanswer: %json {text}\n{block(calls)}")
+  own = {**({} if schema is True else {"not": {}} if schema is False else schema), "x-guidance": LAYOUT}
+  if calls is None: return LLMatcher.grammar_from_json_schema(own)
+  return LLMatcher.grammar_from_lark(f"start: answer | block\nanswer: %json {json.dumps(own)}\n{block(calls)}")
 
 def call_grammar(tokenizer: Tokenizer, names: Sequence[str]) -> str:
   """A block of tool calls whose first one is of one of these. How it goes on is free, as texts among its arguments are."""
-  return lark("start: block\n" + block(tokenizer, names))
+  return LLMatcher.grammar_from_lark("start: block\n" + block(tokenizer, names))
 
 def block(tokenizer: Tokenizer, names: Sequence[str] = ()) -> str:
   """The rule `block` in llguidance's form of Lark, where <[id]> is a control token."""
@@ -70,7 +71,10 @@ def block(tokenizer: Tokenizer, names: Sequence[str] = ()) -> str:
   first = f' "<" {dsml} "invoke name=\\"" ({" | ".join(map(json.dumps, names))}) "\\">\\n"' if names else ""
   return f'block: "\\n\\n<" {dsml} "tool_calls>\\n"{first} rest\nrest: (/(?s:.+)/ | {dsml})*\n'
 
-def lark(text: str) -> str: return LLMatcher.grammar_from_lark(text)
+def fault(matcher: LLMatcher) -> str:
+  """What is wrong, in one line, without the source that llguidance shows with it."""
+  text = re.split(r"\n\d+ \| ", matcher.get_error())[0]
+  return " ".join(re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", text).split())[:300]
 
 class Mask:
   """What a reply may go on with after what it has said (the interface batch.Mask). Not safe to use from several threads at once.
@@ -98,7 +102,7 @@ class Mask:
     for token in ids:
       if token == self.vocabulary.eos_token_id: return
       if self.thinking: self.thinking, self.said = token != self.vocabulary.think_end, self.grow(self.said, token)
-      elif not self.error and not self.matcher.consume_token(token): self.error = self.reason()
+      elif not self.error and not self.matcher.consume_token(token): self.error = fault(self.matcher)
 
   def grow(self, said: bytes, token: int) -> bytes:
     """The end of the reasoning, as long as matters."""
@@ -113,15 +117,13 @@ class Mask:
 
   def answer(self) -> np.ndarray:
     row = np.zeros(self.vocabulary.size, bool)
-    if not self.error and self.matcher.is_error(): self.error = self.reason()
+    if not self.error and self.matcher.is_error(): self.error = fault(self.matcher)
     if not self.error:
       bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-      if self.matcher.is_error(): self.error = self.reason()
+      if self.matcher.is_error(): self.error = fault(self.matcher)
       known = np.unpackbits(bits, bitorder="little")[:len(self.vocabulary.tokens)].astype(bool)
       row[:len(known)] = known
     if self.error or not row.any():
       row[:] = False
       row[self.vocabulary.eos_token_id] = True
     return row
-
-  def reason(self) -> str: return " ".join(self.matcher.get_error().split())[:300] or "a token outside the grammar"

@@ -20,7 +20,7 @@ EFFORTS = {"none": "off", "off": "off", "minimal": "low", "low": "low", "medium"
 class RequestError(ValueError):
   """An error as OpenAI's clients expect it: an HTTP status, one line, and the field it is about."""
   def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
-    super().__init__(" ".join(message.split()))
+    super().__init__(printable(" ".join(message.split())))
     self.param, self.code, self.status = param, code, status
 
   @property
@@ -257,6 +257,10 @@ def read_format(f: Fields) -> tuple[dict[str, Any] | bool | None, bool]:
   form.done()
   return schema, kind == "json_schema"
 
+def printable(text: str) -> str:
+  """Control characters and the like spelled out: the text ends up in logs and terminals."""
+  return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
 def short(value: object, bare: bool = False) -> str:
-  text = value.encode("unicode_escape").decode() if bare and isinstance(value, str) else repr(value)
+  text = printable(value) if bare and isinstance(value, str) else repr(value)
   return text if len(text) <= 60 else text[:57] + "..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -29,7 +30,7 @@ from specgrad.encoding import THINK_END, Encoding, PromptError
 from specgrad.grammar import Mask, Vocabulary, call_grammar, json_grammar
 from specgrad.prompt import check_tokens, encode_chat, encode_text
 from specgrad.reply import ReplyParser
-from specgrad.request import Request, RequestError, parse, read_json
+from specgrad.request import Request, RequestError, parse, printable, read_json
 
 if TYPE_CHECKING:
   from specgrad.api import Model
@@ -241,5 +242,5 @@ def read_key(path: Path) -> str:
   return key
 
 def log(line: str) -> None:
-  """To stderr, with whatever a client put into it made harmless."""
-  print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line), file=sys.stderr, flush=True)
+  """To stderr, with whatever a client put into it made harmless. That nobody reads it is no reason to stop."""
+  with contextlib.suppress(OSError): print(printable(line), file=sys.stderr, flush=True)

@@ -245,12 +245,16 @@ def test_all_rows_choose_one_expert(cuda: Any) -> None:
 
 @pytest.mark.parametrize("V, rank, half", [(67, 64, True), (130, 13, True), (70, 32, False), (5, 9, False)])
 def test_markov(cuda: Any, V: int, rank: int, half: bool) -> None:
-  base, w1, w2 = normal(1, 3, V), stored(2, "BF16" if half else "F32", V, rank), stored(3, "BF16" if half else "F32", V, rank)
-  for row, token in ((0, 4), (2, V - 1), (1, -1)):
-    ids = aligned(np.array([token], np.int32))
-    got = cuda(cp.markov_launch(V, rank, row, half), [empty(1, V)], [aligned(base), w1.data, w2.data, ids])[0]
-    want = twin.markov(Tensor(base), row, w1.weight(), w2.weight(), Tensor(ids)).numpy()
+  """One sequence, and three whose rows are the same bits."""
+  base, w1, w2 = normal(1, 9, V), stored(2, "BF16" if half else "F32", V, rank), stored(3, "BF16" if half else "F32", V, rank)
+  for row, tokens in ((0, (4, 0, V - 1)), (2, (V - 1, 1, 1)), (1, (-1, 3, 2))):
+    def made(base: Array, ids: Array, row: int = row) -> Array:
+      launch = cp.markov_launch(V, rank, row, half, len(ids), len(base) // len(ids))
+      return cuda(launch, [empty(len(ids), V)], [aligned(base), w1.data, w2.data, aligned(ids)])[0]
+    ids = np.array(tokens, np.int32)
+    got, want = made(base, ids), twin.markov(Tensor(base), row, w1.weight(), w2.weight(), Tensor(ids)).numpy()
     assert np.abs(got - want).max() <= 2e-6 * np.abs(want).max()
+    for b in range(3): assert (made(base[3 * b:3 * b + 3], ids[b:b + 1]) == got[b]).all()
 
 # ------------------------------------------------------------------------------------------------ what tinygrad is told
 def test_buffers_are_declared() -> None:

@@ -30,7 +30,7 @@ from specgrad.connection import Server, bind
 from specgrad.encoding import EOS, THINK_END
 from specgrad.engine import Sampling, Stats
 from specgrad.prompt import encode_chat
-from specgrad.serve import App
+from specgrad.serve import App, log, read_key, serve
 from specgrad.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_file(specgrad.demo_path())
@@ -598,15 +598,19 @@ def test_clients_that_leave_at_any_time(scripted: Running) -> None:
     link.close()
   until(lambda: not scripted.app.running and all(job.over.is_set() for job in scripted.batch.jobs))
   until(lambda: scripted.server.server_state.connections <= before)
-  assert scripted.app.pool._work_queue.empty()
+  until(scripted.app.pool._work_queue.empty)
 
 def test_signs_of_life(scripted: Running, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr("specgrad.completion.PING_SECONDS", 0.05)
   gate = threading.Semaphore(0)
   scripted.batch.say(blocks("Yes.", 3), gate=gate)
-  threading.Timer(0.3, gate.release, (100,)).start()
-  text = scripted.ask("POST", CHAT, {"messages": HELLO, "stream": True})[1]
-  assert text.count(": waiting\n\n") >= 2 and text.index(": waiting") < text.index("Yes") and text.endswith("data: [DONE]\n\n")
+  with socket.create_connection(("127.0.0.1", scripted.port), timeout=20) as link:
+    link.sendall(post(CHAT, messages=HELLO, stream=True))
+    got = b""
+    while got.count(b": waiting\n\n") < 2: got += link.recv(65536)
+    gate.release(100)
+    while b"[DONE]" not in got: got += link.recv(65536)
+  assert b"Yes" in got
 
 @pytest.mark.parametrize("error, message", [(ArithmeticError("engine: the logits at position 7 are not finite"),) * 2,
                                             (KeyError("x"), "internal error (KeyError)")])
@@ -620,6 +624,16 @@ def test_a_sequence_that_fails(scripted: Running, error: Exception, message: Any
   assert ("Traceback" in capfd.readouterr().err) == isinstance(error, KeyError)
   scripted.batch.say(blocks("Next.", 1))
   assert scripted.client.chat.completions.create(model="scripted", messages=HELLO).choices[0].message.content == "Next."
+
+def test_a_grammar_that_fails(scripted: Running) -> None:
+  """It lets the reply end, which must not look like a good end."""
+  def fail() -> Iterator[list[int]]:
+    yield TOKENIZER.encode('{"a": ')
+    scripted.batch.asked[0].mask.error = "too many states"
+    yield [EOS_ID]
+  scripted.batch.say(fail())
+  status, reply, _ = scripted.ask("POST", CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}})
+  assert (status, reply["error"]["message"]) == (500, "response_format: the grammar failed: too many states")
 
 def test_the_engine_dies(folder: Path) -> None:
   """Whoever waits is told, and the server ends."""
@@ -636,6 +650,25 @@ def test_the_engine_dies(folder: Path) -> None:
   status, reply, headers = server.ask("POST", CHAT, {"messages": HELLO})
   assert (status, reply["error"]["code"], headers["retry-after"]) == (503, "unavailable", "1")
   server.stop()
+
+def test_the_server_ends_with_its_engine(folder: Path) -> None:
+  script, errors = Script(), list[str]()
+  app = App(MODEL, script, 16, folder)  # type: ignore[arg-type]
+
+  def run() -> None:
+    try: serve(app, bind("127.0.0.1", 0), "hello")
+    except ArithmeticError as error: errors.append(str(error))
+  thread = threading.Thread(target=run)
+  thread.start()
+  script.death = RuntimeError("lost the device")
+  script.closed.set()
+  thread.join(20)
+  assert errors == ["engine: RuntimeError: lost the device"] and app.closed == "the engine stopped: RuntimeError: lost the device"
+
+def test_too_many_connections(scripted: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(connection, "CONNECTIONS", len(scripted.server.server_state.connections))
+  reply = scripted.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+  assert reply.startswith(b"HTTP/1.1 503 ") and b'"code":"overloaded"' in reply
 
 def test_metrics(scripted: Running) -> None:
   def read() -> dict[tuple[str, ...], float]:
@@ -729,8 +762,7 @@ def test_pipelined_requests(scripted: Running) -> None:
   assert reply.count(b"HTTP/1.1 200 ") == 4
 
 def test_the_log_keeps_control_characters_out(scripted: Running, capfd: pytest.CaptureFixture[str]) -> None:
-  from specgrad import serve
-  serve.log("a\x1b[2Jb\r\nc\x9b\u202e é")
+  log("a\x1b[2Jb\r\nc\x9b\u202e é")
   assert capfd.readouterr().err == "a\\x1b[2Jb\\r\\nc\\x9b\\u202e é\n"
 
 values = st.recursive(
@@ -897,7 +929,6 @@ def test_mistakes_of_the_command(flags: tuple[str, ...], error: str, capsys: pyt
   assert capsys.readouterr().err.startswith(f"specgrad: error: {error}")
 
 def test_a_taken_port_and_a_bad_key(tmp_path: Path) -> None:
-  from specgrad.serve import read_key
   with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="Address already in use, want an address"):
     bind("127.0.0.1", taken.getsockname()[1])
   for data, error in ((b"short\n", "first line of 5 characters"), (b"\xff" * 20, "not UTF-8"), (b"", "first line of 0 characters")):

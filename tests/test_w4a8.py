@@ -2,9 +2,11 @@
 checkpoints loaded with all of it. Sums in another order move values over rounding borders: how many has a bound."""
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import json
+import subprocess
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +20,9 @@ import pytest
 from test_checkpoint import unpack, write
 from test_quant import BOTH, ROWS, SOME, Captured, close, flat, ints, normal, start, tensor
 from tinygrad import Tensor, TinyJit, dtypes, function
+from tinygrad.uop.ops import Ops
 
+from specgrad import toolchain
 from specgrad.api import load
 from specgrad.checkpoint import Checkpoint, CheckpointError, load_f32
 from specgrad.engine import put
@@ -39,11 +43,6 @@ class Stored(NamedTuple):
   kind: str
   data: Array
   scale: Array | None = None
-
-def cpu_fails(why: str) -> Any:
-  """Both implementations, the C kernels known to be wrong."""
-  broken = pytest.param(cpu, marks=pytest.mark.xfail(strict=True, reason=why))
-  return pytest.mark.parametrize("ops", [broken, twin], ids=["cpu", "twin"])
 
 CAPTURED = Captured()
 
@@ -290,6 +289,67 @@ def test_ragged_activations_are_a_shorter_last_group(kind: str, K: int) -> None:
   pad = lambda a, n, value: np.pad(a, ((0, 0), (0, n - a.shape[1])), constant_values=value)
   more = Stored(kind, pad(w.data, columns, 0), pad(w.scale, groups, 127))
   alike(run(cpu, "linear", x, w)[0], run(twin, "linear", wide, more)[0], 0.05)
+
+MANY_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 48, 96)
+
+@pytest.mark.parametrize("kind, K, N, quantise", [("FP4", 160, 37, True), ("FP8", 200, 18, True), ("BF16", 33, 19, True)])
+def test_rows_of_a_large_batch_are_those_of_a_small_one(kind: str, K: int, N: int, quantise: bool) -> None:
+  """Every other row is no bfloat16, which only matters where x is not rounded first."""
+  x, w = halves(1, 128, K), as_stored(kind, 2, N, K)
+  x[1::2] = normal(3, 64, K)
+  full = run(cpu, "linear", x, w, quantise=quantise, rounded=False)[0]
+  for T in MANY_ROWS: same(run(cpu, "linear", x[:T], w, quantise=quantise, rounded=False)[0], full[:T])
+  if kind == "BF16": close(full, x.astype(float) @ values(w).T.astype(float), 2e-6)
+
+@pytest.mark.parametrize("kind", ["FP4", "BF16"])
+def test_experts_of_a_large_batch(kind: str) -> None:
+  """Most rows at one expert, more than it takes at once; one row names it twice."""
+  x, *w, _, _, limit = expert_args(kind, "FP8" if kind == "FP4" else kind, 128, 128, 128, 4, 2)(33)
+  x, weights, rng = halves(1, 128, 128), np.abs(normal(2, 128, 2)), np.random.default_rng(3)
+  if kind == "BF16": x[1::2] = normal(4, 64, 128)
+  ids = np.stack([rng.permutation(4)[:2] for _ in range(128)]).astype(np.int32)
+  ids[10:90], ids[3] = (2, 1), 2
+  full = run(cpu, "experts", x, *w, ids, weights, limit)[0]
+  for T in (1, 3, 7, 48): same(run(cpu, "experts", x[:T], *w, ids[:T], weights[:T], limit)[0], full[:T])
+  few = [0, 3, 4, 9, 50, 51, 127]
+  mostly(full[few], run(twin, "experts", x[few], *w, ids[few], weights[few], limit)[0], 0.05)
+
+def flags() -> list[tuple[str, ...]]:
+  """For clang: without any vectors of x86 beyond the oldest, with AVX2, with AVX-512 but not its bfloat16."""
+  try: text = Path("/proc/cpuinfo").read_text()
+  except OSError: return []
+  levels = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
+  return [(f"-march={level}",) for level, needs in levels.items() if f" {needs} " in text]
+
+def program(out: Tensor) -> tuple[str, str]:
+  """Name and text of the kernel that makes a tensor."""
+  found = [u for u in out.uop.toposort() if u.op is Ops.PROGRAM]
+  return found[-1].arg.name, found[-1].src[2].arg
+
+@pytest.mark.parametrize("march", flags(), ids=lambda f: f[0][7:])
+def test_other_processors(march: tuple[str, ...], tmp_path: Path) -> None:
+  """The same source for processors that lack what this one has: near what it makes here, rows as independent."""
+  def built(out: Tensor) -> Any:
+    name, text = program(out)
+    command = [str(toolchain.prepare().compiler), "-x", "c", "-O2", "-ffreestanding", "-fno-math-errno", "-fPIC", "-shared", "-nostdlib"]
+    subprocess.run([*command, *march, "-", "-o", str(tmp_path / f"{name}.so")], input=text.encode(), check=True)
+    return getattr(ctypes.CDLL(str(tmp_path / f"{name}.so")), name)
+  def call(kernel: Any, shape: tuple[int, ...], *arrays: Array) -> Array:
+    out = np.full(shape, np.nan, np.float32)
+    kernel(*[ctypes.c_void_p(a.ctypes.data) for a in (out, *map(np.ascontiguousarray, arrays))])
+    return out
+  for kind, K in (("FP4", 160), ("FP8", 200), ("BF16", 33), ("F32", 33)):
+    x, w = halves(1, 17, K), as_stored(kind, 2, 11, K)
+    got = {T: call(built(cpu.linear(device(x[:T]), held(w), rounded=False, w4a8=True)), (T, 11), x[:T], w.data,
+                   w.data if w.scale is None else w.scale) for T in (1, 3, 17)}
+    for T in (1, 3): same(got[T], got[17][:T])
+    close(got[17], run(cpu, "linear", x, w, rounded=False)[0], 2e-6)
+  x, *w, ids, weights, limit = expert_args("FP4", "FP8", 128, 128, 128, 4, 2)(33)
+  parts = [p for m in w for p in m[1:]]
+  for T in (2, 33):
+    kernel = built(cpu.experts(device(x[:T]), *map(held, w), device(ids[:T]), device(weights[:T]), limit, w4a8=True))
+    want = run(cpu, "experts", x[:T], *w, ids[:T], weights[:T], limit)[0]
+    mostly(call(kernel, (T, 128), x[:T], *parts, ids[:T], weights[:T]), want, 0.05)
 
 @pytest.mark.parametrize("kind", ["FP8", "FP4"])
 def test_linear_takes_spiteful_rows(kind: str) -> None:
@@ -959,7 +1019,7 @@ def test_inside_a_precompiled_function() -> None:
     want = cpu.experts(cpu.linear(x, first, w4a8=True), *stacks, *chosen, limit, w4a8=True).numpy()
     assert inner(x, *parts, *chosen).numpy().tobytes() == want.tobytes()
 
-@cpu_fails("cpu.new() makes a whole result on every device, where a sharded one is wanted")
+@BOTH
 @pytest.mark.parametrize("kind", ["FP8", "FP4"])
 def test_linear_on_two_devices(ops: Any, kind: str) -> None:
   """Rows of the weight on two devices give columns of the result."""
@@ -968,3 +1028,11 @@ def test_linear_on_two_devices(ops: Any, kind: str) -> None:
   got = ops.linear(Tensor(x).shard(devices).realize(), Weight(kind, *parts), w4a8=True)
   assert got.shape == (6, 10)
   alike(got.numpy(), run(cpu, "linear", x, w)[0], 0.01)
+
+def test_experts_on_two_devices() -> None:
+  """With copies of everything each device has the whole result, bit for bit."""
+  x, *w, ids, weights, limit = expert_args("FP4", "FP8", 128, 128, 128, 4, 2)(6)
+  copies = lambda a: Tensor(np.ascontiguousarray(a)).shard(("CPU", "CPU:1")).realize()
+  stacks = [Weight(m.kind, copies(m.data), copies(m.scale)) for m in w]
+  got = cpu.experts(copies(x), *stacks, copies(ids), copies(weights), limit, w4a8=True)
+  assert got.numpy().tobytes() == run(cpu, "experts", x, *w, ids, weights, limit)[0].tobytes()

@@ -264,14 +264,154 @@ void NAME(float* restrict out, const float* restrict x, const float* restrict no
 #endif
 
 // ------------------------------------------------------------------------------------------------ products with stored weights
+// A product is 16 lanes over k, 64 bytes of a row of w at a time. A lane multiplies the weights of one word of four bytes and adds
+// them up; the order depends on k alone, not on how many rows of x there are. Weights are decoded once for several rows of x and
+// without their scales; those multiply the sums of their group, in float32.
 #if defined(KERNEL_linear) || defined(KERNEL_experts)
-enum { F32, BF16, FP8, FP4 };                              // how a weight is stored: its scales are e8m0, one for 128 (FP8) or 32 (FP4) of K
+enum { F32, BF16, FP8, FP4 };  // how a weight is stored: its scales are e8m0, one for 128 (FP8) or 32 (FP4) of K
 typedef float v16 __attribute__((vector_size(64), aligned(4)));
-typedef int w16 __attribute__((vector_size(64), aligned(4)));
-typedef u8 b16 __attribute__((vector_size(16), aligned(1)));
-typedef unsigned short h16 __attribute__((vector_size(32), aligned(2)));
-static const v16 E2M1_LANES = { 0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6 };
 typedef float v4 __attribute__((vector_size(16), aligned(4)));
+typedef int w16 __attribute__((vector_size(64), aligned(1)));
+typedef u32 word __attribute__((aligned(1)));
+// What the processor has, W4A8 or not, settles what a row of x is turned into: see `line`. PAIRS: AVX512_BF16 adds up products of
+// pairs of bfloat16, which hold codes of all formats and what W4A8 keeps of x.
+#if W4A8 && defined(__AVX512BF16__) && defined(__AVX512VBMI__) && __clang_major__ >= 16
+#define PAIRS 1
+typedef __bf16 y32 __attribute__((vector_size(64), aligned(2)));
+typedef short s32 __attribute__((vector_size(64)));
+typedef char b64 __attribute__((vector_size(64)));
+typedef unsigned short h16 __attribute__((vector_size(32), aligned(2)));
+typedef unsigned short h32 __attribute__((vector_size(64), aligned(2)));
+#else
+#define PAIRS 0
+#endif
+#ifdef __AVX512F__
+#define FEW 6                                              // rows of x for which nothing is kept decoded
+enum { ROWS = 4, COLS = 4 };                               // rows and columns at once of more
+#else
+#define FEW 2                                              // there are fewer and smaller registers
+enum { ROWS = 2, COLS = 2 };
+#endif
+enum { MOST = FEW < ROWS ? ROWS : FEW, LINES = 64 };                                       // rows of x that are taken together
+#define CEIL(a, b) (((a) + (b) - 1) / (b))
+#define LESS(a, b) ((a) < (b) ? (a) : (b))
+#define PAIRED(kind) (PAIRS && (kind) != F32)
+#define IN_WORD(kind) ((kind) == FP4 ? 8 : (kind) == FP8 ? 4 : (kind) == BF16 ? 2 : 1)     // weights in four bytes
+#define STEPS(kind) (PAIRED(kind) ? IN_WORD(kind) / 2 : IN_WORD(kind))                     // registers that 64 bytes become
+#define SCALED(kind) ((kind) == FP8 || (kind) == FP4)
+#define BLOCKS(kind, k) CEIL(k, 16 * IN_WORD(kind))                                        // of 64 bytes in a row of w
+#define GROUP(kind) ((kind) == FP8 ? 2 : 1)                                                // blocks that are scaled together
+static inline i64 bytes_of(int kind, i64 k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2; }
+static inline i64 scales_of(int kind, i64 k) { return kind == FP8 ? (k + 127) / 128 : kind == FP4 ? k / 32 : 0; }
+typedef struct { const u8 *data, *scale; } Matrix;
+static inline Matrix from_row(Matrix w, int kind, i64 k, i64 row) {
+  return (Matrix){ w.data + row * bytes_of(kind, k), w.scale + row * scales_of(kind, k) };
+}
+
+// ---- x
+#define EVERY2(o) o, o + 2, o + 4, o + 6, o + 8, o + 10, o + 12, o + 14, o + 16, o + 18, o + 20, o + 22, o + 24, o + 26, o + 28, o + 30, \
+  o + 32, o + 34, o + 36, o + 38, o + 40, o + 42, o + 44, o + 46, o + 48, o + 50, o + 52, o + 54, o + 56, o + 58, o + 60, o + 62
+// A row of x in registers as they meet those of w: e4m3 and back in groups of 128 if `quantise`, zeros behind k, float32. With PAIRS,
+// bfloat16: the first of three terms that add up to the row, or another one. Returns whether there are more; with W4A8 there are none.
+static inline int line(w16* y, const float* x, int k, int kind, int quantise, int term) {
+  float z[K_MOST + 128]; const int n = BLOCKS(kind, k) * 16 * IN_WORD(kind), in = IN_WORD(kind);
+  if (quantise) act_quant(z, x, k, 128); else for (int i = 0; i < k; i++) z[i] = x[i];
+  for (int i = k; i < n; i++) z[i] = 0;
+#if PAIRS
+  if (kind != F32) {
+    w16 rest = {0}; h32* to = (h32*)y;
+    for (int i = 0; i < n; i += 16) {
+      v16 a = *(v16*)(z + i);
+      for (int t = 0; t < term; t++) {                     // without what earlier terms hold; infinity and NaN have only one
+        const w16 top = (w16)a & (int)0xffff0000, whole = (top & 0x7f800000) == 0x7f800000;
+        a = (v16)(~whole & (w16)(a - (v16)top));
+      }
+      const w16 nan = a != a, top = (nan & 0x7fc00000) | (~nan & (w16)a);
+      rest |= top & 0xffff;
+      *(h16*)((unsigned short*)y + i) = __builtin_convertvector(top >> 16, h16);
+    }
+    if (kind == FP8) for (int i = 0; i < n / 32; i += 2) {                 // words of four as pairs (0,2) and (1,3)
+      const h32 a = to[i], b = to[i + 1];
+      to[i] = __builtin_shufflevector(a, b, EVERY2(0)); to[i + 1] = __builtin_shufflevector(a, b, EVERY2(1));
+    }
+    if (kind == FP4) for (int i = 0; i < n / 32; i += 4) {                 // words of eight as (0,4), (1,5), (2,6), (3,7)
+      const h32 a = __builtin_shufflevector(to[i], to[i + 1], EVERY2(0)), b = __builtin_shufflevector(to[i], to[i + 1], EVERY2(1));
+      const h32 c = __builtin_shufflevector(to[i + 2], to[i + 3], EVERY2(0)), d = __builtin_shufflevector(to[i + 2], to[i + 3], EVERY2(1));
+      to[i] = __builtin_shufflevector(a, c, EVERY2(0)); to[i + 1] = __builtin_shufflevector(b, d, EVERY2(0));
+      to[i + 2] = __builtin_shufflevector(a, c, EVERY2(1)); to[i + 3] = __builtin_shufflevector(b, d, EVERY2(1));
+    }
+    for (int i = 1; i < 16; i++) rest[0] |= rest[i];
+    return rest[0] != 0;
+  }
+#endif
+  for (int g = 0; g < n; g += 16 * in) for (int i = 0; i < in; i++)
+    for (int l = 0; l < 16; l++) ((float*)y)[g + 16 * i + l] = z[g + in * l + i];
+  return 0;
+}
+
+// ---- w
+static inline v16 look_up(v16 table, w16 code) {           // table[code & 15] in each lane
+#if defined(__AVX512F__)
+  return __builtin_ia32_permvarsf512(table, code);
+#elif defined(__AVX2__)                                    // eight magnitudes by the low three bits, the sign by the fourth
+  typedef float f8 __attribute__((vector_size(32))); typedef int i8 __attribute__((vector_size(32)));
+  f8 t = __builtin_shufflevector(table, table, 0, 1, 2, 3, 4, 5, 6, 7);
+  i8 lo = __builtin_shufflevector(code, code, 0, 1, 2, 3, 4, 5, 6, 7);
+  i8 hi = __builtin_shufflevector(code, code, 8, 9, 10, 11, 12, 13, 14, 15);
+  f8 a = __builtin_ia32_permvarsf256(t, lo), b = __builtin_ia32_permvarsf256(t, hi);
+  w16 r = (w16)__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return (v16)(r ^ ((code & 8) << 28));
+#else
+  v16 r; for (int i = 0; i < 16; i++) r[i] = table[code[i] & 15];
+  return r;
+#endif
+}
+// The weights of 16 words
+static inline __attribute__((always_inline)) void decode(w16* out, int kind, w16 w) {
+#if PAIRS
+#define E4M3(c) ((c) == 127 ? 0x7fc0 : (c) > 7 ? ((c) + 960) << 4 : (c) > 3 ? 120 << 7 | ((c) & 3) << 5 : \
+                 (c) > 1 ? 119 << 7 | ((c) & 1) << 6 : (c) ? 118 << 7 : 0)   // a magnitude's bits as bfloat16
+#define EIGHT(F, c) F(c), F(c + 1), F(c + 2), F(c + 3), F(c + 4), F(c + 5), F(c + 6), F(c + 7)
+#define ALL64(F, c) EIGHT(F, c), EIGHT(F, c + 8), EIGHT(F, c + 16), EIGHT(F, c + 24), EIGHT(F, c + 32), EIGHT(F, c + 40), \
+  EIGHT(F, c + 48), EIGHT(F, c + 56)
+#define LOW(c) (char)(E4M3(c) & 255)
+#define HIGH(c) (char)(E4M3(c) >> 8)
+#define E2M1_ALL 0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, \
+  (short)0x8000, (short)0xbf00, (short)0xbf80, (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0
+  if (kind == BF16) out[0] = w;
+  if (kind == FP8) {
+    const b64 low[2] = { { ALL64(LOW, 0) }, { ALL64(LOW, 64) } }, high[2] = { { ALL64(HIGH, 0) }, { ALL64(HIGH, 64) } };
+    const w16 l = (w16)__builtin_ia32_vpermi2varqi512(low[0], (b64)w, low[1]);
+    const w16 h = (w16)__builtin_ia32_vpermi2varqi512(high[0], (b64)w, high[1]) | (w & (int)0x80808080);
+    out[0] = (l & 0x00ff00ff) | (h << 8 & (int)0xff00ff00); out[1] = (l >> 8 & 0x00ff00ff) | (h & (int)0xff00ff00);
+  }
+  if (kind == FP4) {
+    const s32 table = { E2M1_ALL, E2M1_ALL };
+    for (int i = 0; i < 4; i++) out[i] = (w16)__builtin_ia32_permvarhi512(table, (s32)(w >> 4 * i));
+  }
+#else
+  const v16 e2m1 = { 0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6 };
+  if (kind == BF16) { out[0] = w << 16; out[1] = w & (int)0xffff0000; }
+  if (kind == FP8) for (int i = 0; i < 4; i++) out[i] = (w16)((v16)(w << (24 - 8 * i) >> 4 & (int)0x87f00000) * 0x1p120f);
+  if (kind == FP4) for (int i = 0; i < 8; i++) out[i] = (w16)look_up(e2m1, w >> 4 * i);
+#endif
+  if (kind == F32) out[0] = w;
+}
+static inline __attribute__((always_inline)) w16 load(Matrix w, int kind, i64 k, i64 block) {
+  const u8* p = w.data + 64 * block; const i64 left = bytes_of(kind, k) - 64 * block; u8 z[64];
+  if (left >= 64) { __builtin_prefetch(p + 1024); return *(const w16*)p; }
+  for (int i = 0; i < 64; i++) z[i] = i < left ? p[i] : 0;
+  return *(w16*)z;
+}
+static inline __attribute__((always_inline)) v16 factors(Matrix w, int kind, i64 k, i64 block) {   // of the lanes of a block or two
+  if (kind == FP8) return (v16){0} + pow2(w.scale[block / 2]);
+  const i64 g = 4 * block, n = scales_of(kind, k); u32 codes = 0;
+  if (g + 4 <= n) codes = *(const word*)(w.scale + g); else for (int i = 0; g + i < n; i++) codes |= (u32)w.scale[g + i] << 8 * i;
+  const w16 shift = { 0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24 }, c = ((w16){0} + (int)codes) >> shift & 255;
+  return (v16)(c << 23 | ((c == 0 | c == 255) & 1 << 22)); // pow2 of each
+}
+
+// ---- x times w
 static inline v8 halves(v16 a) {
   return __builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15);
 }
@@ -282,111 +422,99 @@ static inline v4 sums(v16 a, v16 b, v16 c, v16 d) {        // each one's lanes a
   v8 r = __builtin_shufflevector(p, q, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(p, q, 2, 3, 10, 11, 6, 7, 14, 15);
   return __builtin_shufflevector(r, r, 0, 1, 2, 3) + __builtin_shufflevector(r, r, 4, 5, 6, 7);
 }
-static inline v16 look_up(v16 table, w16 code) {           // table[code & 15] in each lane
-#if defined(__AVX512F__)
-  return __builtin_ia32_permvarsf512(table, code);
-#elif defined(__AVX2__)                                    // eight magnitudes by the low three bits, the sign by the fourth
-  typedef float f8 __attribute__((vector_size(32))); typedef int i8 __attribute__((vector_size(32)));
-  f8 t = __builtin_shufflevector(table, table, 0, 1, 2, 3, 4, 5, 6, 7);
-  i8 lo = __builtin_shufflevector(code, code, 0, 1, 2, 3, 4, 5, 6, 7), hi = __builtin_shufflevector(code, code, 8, 9, 10, 11, 12, 13, 14, 15);
-  f8 a = __builtin_ia32_permvarsf256(t, lo), b = __builtin_ia32_permvarsf256(t, hi);
-  w16 r = (w16)__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return (v16)(r ^ ((code & 8) << 28));
-#else
-  v16 r; for (int i = 0; i < 16; i++) r[i] = table[code[i] & 15];
-  return r;
+// out[r * stride + c * far] = line r of x, `size` registers apart, times row c * far of w, or what was there plus that with `more`.
+// Only `live` of the rows count. Weights come from w or, decoded before, from `kept` and their scales from `scales`.
+static inline __attribute__((always_inline)) void product(float* out, i64 stride, i64 far, const w16* x, i64 size, const int rows, int live,
+                                                          int more, int kind, Matrix w, const w16* kept, const v16* scales,
+                                                          const int cols, i64 k) {
+  const int steps = STEPS(kind); v16 acc[MOST][COLS];
+  for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) acc[r][c] = (v16){0};
+  for (i64 g = 0; g < BLOCKS(kind, k); g += GROUP(kind)) {
+    v16 part[MOST][COLS], f[COLS];
+    for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) part[r][c] = SCALED(kind) ? (v16){0} : acc[r][c];
+    for (i64 b = g; b < g + GROUP(kind) && b < BLOCKS(kind, k); b++) {
+      w16 a[COLS][8];
+      if (!kept) for (int c = 0; c < cols; c++) decode(a[c], kind, load(from_row(w, kind, k, c * far), kind, k, b));
+      for (int i = 0; i < steps; i++) {
+        if (kept) for (int c = 0; c < cols; c++) a[c][i] = kept[(b * steps + i) * cols + c];
+        for (int r = 0; r < rows; r++) {
+          const w16 z = x[r * size + b * steps + i];
+          for (int c = 0; c < cols; c++)
+#if PAIRS
+            if (kind != F32) part[r][c] = __builtin_ia32_dpbf16ps_512(part[r][c], (y32)z, (y32)a[c][i]); else
 #endif
-}
-// 16 weights of one row as floats, times s; for FP4 32 of them, the even ones and then the odd ones
-static inline __attribute__((always_inline)) void weights16(v16* even, v16* odd, int kind, const u8* w, float s, i64 k) {
-  typedef signed char c16 __attribute__((vector_size(16), aligned(1)));
-  if (kind == F32) *even = *(const v16*)((const float*)w + k);
-  if (kind == BF16) *even = (v16)(__builtin_convertvector(*(const h16*)((const unsigned short*)w + k), w16) << 16);
-  if (kind == FP8) *even = (v16)(__builtin_convertvector(*(const c16*)(w + k), w16) << 20 & (int)0x87f00000) * 0x1p120f * s;
-  if (kind == FP4) {
-    w16 c = __builtin_convertvector(*(const b16*)(w + k / 2), w16); v16 table = E2M1_LANES * s;
-    *even = look_up(table, c); *odd = look_up(table, c >> 4);
-  }
-}
-// `rows` of x times `cols` of w, `far` apart in out, each product one chain of 16 lanes over k, whatever the block. x of FP4 holds, for each 32 of k,
-// the even ones and then the odd ones. What 16 does not divide is added at the end, one by one.
-static inline __attribute__((always_inline)) void product(float* out, i64 stride, i64 far, const float* x, int rows, int kind, const u8* w,
-                                                          const u8* scale, int cols, i64 k, i64 row_bytes, i64 scales) {
-  const int step = kind == FP4 ? 32 : 16, group = kind == FP8 ? 128 : step; v16 acc[24]; i64 i = 0;
-  for (int j = 0; j < rows * cols; j++) acc[j] = (v16){0};
-  for (i64 g = 0; g + step <= k; g += group) {
-    float s[4];
-    for (int c = 0; c < cols; c++) s[c] = kind == FP8 ? pow2(scale[c * scales + g / 128]) : kind == FP4 ? pow2(scale[c * scales + g / 32]) : 1;
-    for (i = g; i + step <= k && i < g + group; i += step) {
-      v16 even[4], odd[4];
-      for (int c = 0; c < cols; c++) weights16(even + c, odd + c, kind, w + c * row_bytes, s[c], i);
-      for (int r = 0; r < rows; r++) {
-        const float* a = x + r * k + i;
-        for (int c = 0; c < cols; c++) {
-          acc[r * cols + c] += *(const v16*)a * even[c];
-          if (kind == FP4) acc[r * cols + c] += *(const v16*)(a + 16) * odd[c];
+            part[r][c] += (v16)z * (v16)a[c][i];
         }
       }
     }
+    if (SCALED(kind)) for (int c = 0; c < cols; c++)
+      f[c] = kept ? scales[g / GROUP(kind) * cols + c] : factors(from_row(w, kind, k, c * far), kind, k, g);
+    for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) acc[r][c] = SCALED(kind) ? acc[r][c] + part[r][c] * f[c] : part[r][c];
   }
   for (int j = 0; j < rows * cols; j += 4) {
-    const int last = rows * cols - 1;
-    v4 t = sums(acc[j], acc[j + 1 < last ? j + 1 : last], acc[j + 2 < last ? j + 2 : last], acc[j + 3 < last ? j + 3 : last]);
-    for (int m = 0; m < 4 && j + m <= last; m++) {
-      const int r = (j + m) / cols, c = (j + m) % cols; float rest = 0; const u8 *wc = w + c * row_bytes, *sc = scale + c * scales;
-      for (i64 q = i; q < k; q++) {
-        float v = kind == F32 ? ((const float*)wc)[q] : kind == BF16 ? ((bits){ .u = (u32)((const unsigned short*)wc)[q] << 16 }).f
-                : of_e4m3(wc[q]) * pow2(sc[q / 128]);
-        rest += x[r * k + q] * v;
-      }
-      out[r * stride + c * far] = t[m] + rest;
+#define ACC(j) acc[LESS(j, rows * cols - 1) / cols][LESS(j, rows * cols - 1) % cols]
+    const v4 t = sums(ACC(j), ACC(j + 1), ACC(j + 2), ACC(j + 3));
+    if (kept && cols == 4) { if (j / 4 < live) { v4* to = (v4*)(out + j / 4 * stride); *to = more ? *to + t : t; } }
+    else for (int m = 0; m < 4 && j + m < rows * cols; m++) if ((j + m) / cols < live) {
+      float* to = out + (j + m) / cols * stride + (j + m) % cols * far;
+      *to = more ? *to + t[m] : t[m];
     }
   }
 }
-// NAME(out, stride, x, rows, w, scale, n, k): out (rows,n) of stride `stride` = x (rows,k) contiguous times w (n,k), six rows at a
-// time. A function for each number of rows, and only for those that can happen, keeps their sums in registers.
-#define DEFINE_MATMUL(NAME, KIND) \
-  MATMUL_ROWS(NAME, KIND, 1) MATMUL_ROWS(NAME, KIND, 2) MATMUL_ROWS(NAME, KIND, 3) \
-  MATMUL_ROWS(NAME, KIND, 4) MATMUL_ROWS(NAME, KIND, 5) MATMUL_ROWS(NAME, KIND, 6) \
-  static void NAME(float* out, i64 stride, const float* x, int rows, const u8* w, const u8* scale, int n, i64 k) { \
-    for (int r = 0; r < rows; r += 6) { \
-      float* o = out + r * stride; const float* a = x + r * k; \
-      switch (rows - r) { \
-        case 1: NAME##1(o, stride, a, w, scale, n, k); break; case 2: NAME##2(o, stride, a, w, scale, n, k); break; \
-        case 3: NAME##3(o, stride, a, w, scale, n, k); break; case 4: NAME##4(o, stride, a, w, scale, n, k); break; \
-        case 5: NAME##5(o, stride, a, w, scale, n, k); break; default: NAME##6(o, stride, a, w, scale, n, k); \
+// NAME(out, stride, x, size, rows, more, w, n, k): out (rows,n) = lines of x times w (n,k). For M rows or fewer: nothing is decoded
+// twice, and the columns of a product lie n / C apart, as a processor reads ahead in a few long streams, not in many short ones.
+#define DEFINE_FEW(NAME, KIND, M, C) \
+  static __attribute__((noinline)) void NAME(float* out, i64 stride, const w16* x, i64 size, int rows, int more, Matrix w, i64 n, i64 k) { \
+    const i64 far = n / (C); \
+    for (i64 c = 0; c < far; c++) product(out + c, stride, far, x, size, M, rows, more, KIND, from_row(w, KIND, k, c), 0, 0, C, k); \
+    for (i64 c = far * (C); c < n; c++) product(out + c, stride, 1, x, size, M, rows, more, KIND, from_row(w, KIND, k, c), 0, 0, 1, k); \
+  }
+// The same for any number of rows: COLS rows of w are decoded, and then all rows of x meet them.
+#define DEFINE_MANY(NAME, KIND) \
+  static __attribute__((noinline)) void NAME(float* out, i64 stride, const w16* x, i64 size, int rows, int more, Matrix w, i64 n, i64 k) { \
+    w16 kept[BLOCKS(KIND, K_MOST) * STEPS(KIND) * COLS] __attribute__((aligned(64))); \
+    v16 scales[BLOCKS(KIND, K_MOST) * COLS] __attribute__((aligned(64))); i64 c = 0; \
+    for (; c + COLS <= n; c += COLS) { \
+      for (int i = 0; i < COLS; i++) { \
+        const Matrix own = from_row(w, KIND, k, c + i); \
+        for (i64 b = 0; b < BLOCKS(KIND, k); b++) { \
+          w16 a[8]; decode(a, KIND, load(own, KIND, k, b)); \
+          for (int j = 0; j < STEPS(KIND); j++) kept[(b * STEPS(KIND) + j) * COLS + i] = a[j]; \
+          if (SCALED(KIND) && b % GROUP(KIND) == 0) scales[b / GROUP(KIND) * COLS + i] = factors(own, KIND, k, b); \
+        } \
       } \
+      for (int r = 0; r < rows; r += ROWS) \
+        product(out + r * stride + c, stride, 1, x + r * size, size, ROWS, rows - r, more, KIND, w, kept, scales, COLS, k); \
+    } \
+    for (; c < n; c++) for (int r = 0; r < rows; r++) \
+      product(out + r * stride + c, stride, 1, x + r * size, size, 1, 1, more, KIND, from_row(w, KIND, k, c), 0, 0, 1, k); \
+  }
+// NAME(out, stride, x, rows, quantise, w, n, k): out (rows,n) = up to LINES rows of x, float32 (k,), times w (n,k)
+#define DEFINE_ROWS(NAME, TIMES, KIND) \
+  static void NAME(float* out, i64 stride, const float* const* x, int rows, int quantise, Matrix w, i64 n, i64 k) { \
+    w16 y[(LINES + ROWS) * BLOCKS(KIND, K_MOST) * STEPS(KIND)] __attribute__((aligned(64))); \
+    const i64 size = BLOCKS(KIND, k) * STEPS(KIND); u8 left[LINES]; \
+    for (int r = 0; r < rows; r++) left[r] = (u8)line(y + r * size, x[r], (int)k, KIND, quantise, 0); \
+    TIMES(out, stride, y, size, rows, 0, w, n, k); \
+    for (int r = 0; r < rows; r++) for (int t = 1; left[r] && t < 3; t++) { \
+      line(y, x[r], (int)k, KIND, quantise, t); \
+      TIMES(out + r * stride, stride, y, size, 1, 1, w, n, k); \
     } \
   }
-// The columns of a block lie n / WIDE apart: a few long streams, which a processor reads ahead in, not many short ones.
-#define MATMUL_ROWS(NAME, KIND, M) \
-  static __attribute__((noinline)) void NAME##M(float* out, i64 stride, const float* x, const u8* w, const u8* scale, int n, i64 k) { \
-    enum { WIDE = M > 1 && KIND == FP4 ? 2 : 4 };  /* as many as the registers hold */ \
-    const i64 row_bytes = bytes_of(KIND, k), scales = scales_of(KIND, k), far = n / WIDE; \
-    if (MOST_ROWS < M) return; \
-    for (i64 c = 0; c < far; c++) \
-      product(out + c, stride, far, x, M, KIND, w + c * row_bytes, scale + c * scales, WIDE, k, far * row_bytes, far * scales); \
-    for (i64 c = far * WIDE; c < n; c++) product(out + c, stride, 1, x, M, KIND, w + c * row_bytes, scale + c * scales, 1, k, 0, 0); \
-  }
-static inline i64 bytes_of(int kind, i64 k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2; }
-static inline i64 scales_of(int kind, i64 k) { return kind == FP8 ? (k + 127) / 128 : k / 32; }
-// a row as the quantised product wants it: e4m3 and back in groups of 128 if `quantise`, even and odd ones apart for FP4
-static inline void prepare(float* restrict y, const float* restrict x, int k, int kind, int quantise) {
-  float z[K_MOST]; const float* a = x;
-  if (quantise) { act_quant(z, x, k, 128); a = z; }
-  if (kind != FP4) { for (int i = 0; i < k; i++) y[i] = a[i]; return; }
-  for (int g = 0; g < k; g += 32) for (int i = 0; i < 16; i++) { y[g + i] = a[g + 2 * i]; y[g + 16 + i] = a[g + 2 * i + 1]; }
-}
 #endif
 
 #ifdef KERNEL_linear   // out (T,G*N); x (T,G*K), w (G*N,K) and its scales: G independent products. QUANTISE: x to e4m3 first
-#define MOST_ROWS T
-DEFINE_MATMUL(matmul, KIND)
+#if T <= FEW
+DEFINE_FEW(times, KIND, T, T < 3 ? COLS : 2)
+#else
+DEFINE_MANY(times, KIND)
+#endif
+DEFINE_ROWS(matmul, times, KIND)
 void NAME(float* restrict out, const float* restrict x, const u8* restrict w, const u8* restrict scale) {
-  for (int t = 0; t < T; t += 6) for (int g = 0; g < G; g++) {
-    float y[6 * K]; int rows = T - t < 6 ? T - t : 6;
-    for (int r = 0; r < rows; r++) prepare(y + r * K, x + ((i64)(t + r) * G + g) * K, K, KIND, QUANTISE);
-    matmul(out + (i64)t * G * N + (i64)g * N, (i64)G * N, y, rows, w + (i64)g * N * bytes_of(KIND, K), scale + (i64)g * N * scales_of(KIND, K), N, K);
+  for (int t = 0; t < T; t += LINES) for (int g = 0; g < G; g++) {
+    const float* row[LINES]; const int rows = LESS(T - t, LINES);
+    for (int r = 0; r < rows; r++) row[r] = x + ((i64)(t + r) * G + g) * K;
+    matmul(out + (i64)t * G * N + (i64)g * N, (i64)G * N, row, rows, QUANTISE, from_row((Matrix){ w, scale }, KIND, K, (i64)g * N), N, K);
   }
   if (ROUND) for (i64 i = 0; i < (i64)T * G * N; i++) out[i] = bf16(out[i]);
 }
@@ -748,28 +876,40 @@ void NAME(int* restrict ids, float* restrict weights, const float* restrict z, c
 }
 #endif
 
-#ifdef KERNEL_experts  // out (T,D); x (T,D), w13 (E,2I,D), w2 (E,D,I), s13 (2J,D), s2 (D,J), each with scales; ids (T,TOPK), weights (T,TOPK)
+#ifdef KERNEL_experts  // out (T,D); x (T,D), w13 (E,2I,D), w2 (E,D,I), s13 (2J,D), s2 (D,J), scales behind each; ids, weights (T,TOPK)
 // Experts FIRST .. FIRST+E-1 are here. ROUND 0: a share of a sum over devices, without the roundings that follow the shared product
-#define MOST_ROWS (T * TOPK)                                // a row may name one expert twice
-DEFINE_MATMUL(routed, KIND)
-DEFINE_MATMUL(shared, SHARED)
+enum { JOBS = LESS(T * TOPK, 32) };                        // rows that one expert takes at once; a row may name an expert twice
+DEFINE_FEW(routed1, KIND, 1, COLS)
+DEFINE_FEW(routed2, KIND, 2, COLS)
+DEFINE_MANY(routed_many, KIND)
+DEFINE_FEW(shared1, SHARED, 1, COLS)
+DEFINE_FEW(shared2, SHARED, 2, COLS)
+DEFINE_MANY(shared_many, SHARED)
+#define DEFINE_CHOICE(NAME) \
+  static void NAME##_any(float* out, i64 stride, const w16* x, i64 size, int rows, int more, Matrix w, i64 n, i64 k) { \
+    if (rows == 1) NAME##1(out, stride, x, size, rows, more, w, n, k); \
+    else if (rows == 2) NAME##2(out, stride, x, size, rows, more, w, n, k); \
+    else NAME##_many(out, stride, x, size, rows, more, w, n, k); \
+  }
+DEFINE_CHOICE(routed)
+DEFINE_CHOICE(shared)
+DEFINE_ROWS(routed, routed_any, KIND)
+DEFINE_ROWS(shared, shared_any, SHARED)
 typedef struct { float *y; const float* x; float weight; } Job;
-typedef struct { const u8 *w13, *s13, *w2, *s2; } Pair;
-static void ffn(const Job* job, int rows, int is_shared, Pair w, int inner) {
-  float x[6 * D], u[6 * 2 * (I > J ? I : J)], t[6 * (I > J ? I : J)], v[6 * D]; const int kind = is_shared ? SHARED : KIND;
-  const int quantise = W4A8 && (kind == FP8 || kind == FP4);
-  for (int r = 0; r < rows; r++) prepare(x + r * D, job[r].x, D, kind, quantise);
-  (is_shared ? shared : routed)(u, 2 * inner, x, rows, w.w13, w.s13, 2 * inner, D);
+static void ffn(const Job* job, int rows, int is_shared, Matrix w13, Matrix w2, int inner) {
+  float u[JOBS * 2 * (I > J ? I : J)], v[JOBS * D]; const float* row[JOBS]; const int kind = is_shared ? SHARED : KIND;
+  const int quantise = W4A8 && SCALED(kind);
+  for (int r = 0; r < rows; r++) row[r] = job[r].x;
+  (is_shared ? shared : routed)(u, 2 * inner, row, rows, quantise, w13, 2 * inner, D);
   for (int r = 0; r < rows; r++) {
-    float *a = u + r * 2 * inner;
+    float* a = u + r * 2 * inner; row[r] = a;
     for (int i = 0; i < inner; i++) {
       float g = rnd(a[i]), b = rnd(a[inner + i]);
       g = g > LIMIT ? LIMIT : g; b = b > LIMIT ? LIMIT : b < -LIMIT ? -LIMIT : b;
       a[i] = rnd(g * sigmoid(g) * b * job[r].weight);
     }
-    prepare(t + r * inner, a, inner, kind, quantise);
   }
-  (is_shared ? shared : routed)(v, D, t, rows, w.w2, w.s2, D, inner);
+  (is_shared ? shared : routed)(v, D, row, rows, quantise, w2, D, inner);
   for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++) job[r].y[d] += is_shared && !ROUND ? v[r * D + d] : rnd(v[r * D + d]);
 }
 void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, const u8* restrict w13s, const u8* restrict w2,
@@ -777,19 +917,19 @@ void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, 
           const int* restrict ids, const float* restrict weights) {
   for (i64 i = 0; i < (i64)T * D; i++) out[i] = 0;
   for (i64 e = 0; e < E; e++) {                            // by expert: its weights are read once for all rows
-    Pair w = { w13 + e * 2 * I * bytes_of(KIND, D), w13s + e * 2 * I * scales_of(KIND, D), w2 + e * D * bytes_of(KIND, I), w2s + e * D * scales_of(KIND, I) };
-    Job job[6]; int n = 0;
+    const Matrix up = from_row((Matrix){ w13, w13s }, KIND, D, e * 2 * I), down = from_row((Matrix){ w2, w2s }, KIND, I, e * D);
+    Job job[JOBS]; int n = 0;
     for (int t = 0; t < T; t++) for (int k = 0; k < TOPK; k++) {
       if (ids[t * TOPK + k] != FIRST + e) continue;
       job[n++] = (Job){ out + (i64)t * D, x + (i64)t * D, weights[t * TOPK + k] };
-      if (n == 6) { ffn(job, 6, 0, w, I); n = 0; }
+      if (n == JOBS) { ffn(job, n, 0, up, down, I); n = 0; }
     }
-    if (n) ffn(job, n, 0, w, I);
+    if (n) ffn(job, n, 0, up, down, I);
   }
-  for (int t = 0; t < T; t += 6) {
-    Job job[6]; int n = T - t < 6 ? T - t : 6;
+  for (int t = 0; t < T; t += JOBS) {
+    Job job[JOBS]; const int n = LESS(T - t, JOBS);
     for (int r = 0; r < n; r++) job[r] = (Job){ out + (i64)(t + r) * D, x + (i64)(t + r) * D, 1.0f };
-    ffn(job, n, 1, (Pair){ s13, s13s, s2, s2s }, J);
+    ffn(job, n, 1, (Matrix){ s13, s13s }, (Matrix){ s2, s2s }, J);
   }
   if (ROUND) for (i64 i = 0; i < (i64)T * D; i++) out[i] = bf16(out[i]);
 }

@@ -524,12 +524,12 @@ ENTRY void __launch_bounds__(256) NAME(float* __restrict__ out, const float* __r
 }
 #endif
 
-#ifdef KERNEL_markov   // out (1,V); base (K,V), w1 (V,RANK), w2 (V,RANK), token (1,): row ROW of base plus w2 . w1[token]
-// Four lanes a row of w2, each lane every fourth part of its 16 byte parts. A block makes 64 rows
+#ifdef KERNEL_markov   // out (B,V); base (B*ROWS,V), w1 (V,RANK), w2 (V,RANK), token (B,): row ROW of each base plus w2 . w1[token]
+// Four lanes a row of w2, each lane every fourth part of its 16 byte parts. A block makes 64 rows. Grid: V / 64, B
 ENTRY void __launch_bounds__(256) NAME(float* __restrict__ out, const float* __restrict__ base, const u8* __restrict__ w1,
                                       const u8* __restrict__ w2, const int* __restrict__ token) {
   __shared__ float e[RANK];
-  const int row = blockIdx.x * 64 + (threadIdx.x >> 2), t = threadIdx.x & 3, from = token[0] < 0 ? 0 : token[0]; int i, j;
+  const int row = blockIdx.x * 64 + (threadIdx.x >> 2), t = threadIdx.x & 3, b = blockIdx.y, from = token[b] < 0 ? 0 : token[b]; int i, j;
   for (i = threadIdx.x; i < RANK; i += 256)
     e[i] = HALF ? of_bits((u32)((const u16*)w1)[(i64)from * RANK + i] << 16) : ((const float*)w1)[(i64)from * RANK + i];
   __syncthreads();
@@ -543,6 +543,6 @@ ENTRY void __launch_bounds__(256) NAME(float* __restrict__ out, const float* __r
     }
   } else for (i = t; i < RANK; i += 4) a += (HALF ? of_bits((u32)((const u16*)w)[i] << 16) : ((const float*)w)[i]) * e[i];
   a += __shfl_xor_sync(ALL, a, 1); a += __shfl_xor_sync(ALL, a, 2);
-  if (t == 0 && row < V) out[row] = base[(i64)ROW * V + row] + a;
+  if (t == 0 && row < V) out[(i64)b * V + row] = base[((i64)b * ROWS + ROW) * V + row] + a;
 }
 #endif

@@ -127,8 +127,9 @@ def expert_launches(T: int, D: int, E: int, I: int, J: int, topk: int, limit: fl
           Launch("experts_down", (ceil(D, 16), tiles), 32 * down, (*sizes, ("WARPS", down)), arch),
           Launch("experts_sum", (ceil(T * D, 256), 1), 256, sizes)]
 
-def markov_launch(V: int, rank: int, row: int, half: bool) -> Launch:
-  return Launch("markov", (ceil(V, 64), 1), 256, (("V", V), ("RANK", rank), ("ROW", row), ("HALF", int(half))))
+def markov_launch(V: int, rank: int, row: int, half: bool, batch: int = 1, rows: int = 1) -> Launch:
+  sizes = ("V", V), ("RANK", rank), ("ROWS", rows), ("ROW", row), ("HALF", int(half))
+  return Launch("markov", (ceil(V, 64), batch), 256, sizes)
 
 # ------------------------------------------------------------------------------------------------ the operations
 LAID: dict[int, tuple[UOp, dict[Launch, Tensor]]] = {}     # by the identity of a living tensor: what it was then, and that laid out
@@ -180,4 +181,6 @@ def markov(base: Tensor, row: int, w1: Weight | Tensor, w2: Weight | Tensor, tok
   w1, w2 = as_weight(w1), as_weight(w2)
   assert w1.kind == w2.kind
   V, rank = w2.data.shape
-  return run(markov_launch(V, rank, row, w1.kind == "BF16"), [new(base, 1, V)], [base, w1.data, w2.data, token])[0]
+  batch = token.shape[0]
+  launch = markov_launch(V, rank, row, w1.kind == "BF16", batch, base.shape[0] // batch)
+  return run(launch, [new(base, batch, V)], [base, w1.data, w2.data, token])[0]
