@@ -50,7 +50,7 @@ def run(small) -> Any:
 def limits(found: dict[str, Any]) -> dict[str, bool]: return {x["what"]: x["holds"] for x in found["limits"]}
 
 # ------------------------------------------------------------------------------------------------ a whole step
-def nodes(alone: bool) -> int:
+def nodes(alone: bool, sharded: bool = False) -> int:
   """Of one device. A product is two kernels, the laying out of what it is made with and the product, and what is laid out once
   serves all products of a kind; an exchange is a copy and a sum (or what puts the parts side by side)."""
   exchange = 0 if alone else 2
@@ -60,10 +60,11 @@ def nodes(alone: bool) -> int:
   stage = layer - exchange                                 # on each device as a whole
   compressor = 2 + 1
   indexer = 1 + 1 + 1 + 1 + 1 + 2                          # compressor, queries, their rotation, weights; scores, choice
+  shares = 2 * (2 + 1) + (1 + 1) if sharded else 0         # queries and shares copied, shares put together; of the indexer best ones, too
   embed = 1 + (0 if alone else exchange + 1)               # a sum of shares of one stream, then of four streams
   head = 2 + 2 + exchange
   propose = 1 + embed + DRAFT * stage + head + 5 * (1 + 2) + 1           # ids; each place: bias, and argmax of shares; side by side
-  settle = 1 + embed + 3 * layer + 2 * compressor + indexer + head + 2 + 1   # ids; argmax; what stands, and what is emitted
+  settle = 1 + embed + MODEL * layer + 2 * compressor + indexer + shares + head + 2 + 1   # ids; argmax; what stands, and what is emitted
   commit = 1 + 2 + 1 + 1 + 2 * DRAFT                       # taps, their product and norm; wkv and row of each stage
   return 6 + propose + settle + commit + 4                 # rotary tables; position and newest token, computed, then stored
 
@@ -75,7 +76,16 @@ def test_replicated_step_is_one_graph_with_the_nodes_and_exchanges_counted_by_ha
   assert found["exchanges"] == found["exchanges_planned"] == (2 + 2 * MODEL) + (2 + DRAFT)
   assert found["copies"] == dict.fromkeys(("NULL", "NULL:1"), found["exchanges"])
   assert found["exchange_bytes"] == found["exchange_bytes_planned"]
+  assert {x["what"]: x["most"] for x in found["limits"]}["exchanges"] == 2 * (MODEL + DRAFT) + 3
   assert {k: v for k, v in limits(found).items() if not v} == {"bytes read over the floor": False}   # so small a model has few weights
+
+def test_sharded_step_waits_twice_more_in_each_compressed_layer(run):
+  found = run(2, "sharded")
+  assert (found["graphs"], found["updates"]) == (1, 0)
+  assert found["nodes"] == dict.fromkeys(("NULL", "NULL:1"), nodes(alone=False, sharded=True))
+  assert found["exchanges"] == found["exchanges_planned"] == (2 + 2 * MODEL + 2 * 2) + (2 + DRAFT)
+  assert found["copies"]["NULL"] == found["exchanges"] + 1   # the indexer's candidates travel beside the queries
+  assert {x["what"]: x["most"] for x in found["limits"]}["exchanges"] == 4 * (MODEL + DRAFT) + 3
 
 def test_alone_there_is_nothing_to_exchange(run):
   found = run(1, "sharded")
