@@ -27,6 +27,7 @@ from specgrad.batch import Batch, Full
 from specgrad.completion import Choice, Completion, Metrics, Piece
 from specgrad.connection import HEADER_BYTES, TOO_LONG, Exchange, Gone, Server, bind
 from specgrad.encoding import THINK_END, Encoding, PromptError
+from specgrad.engine import LANES
 from specgrad.grammar import Mask, Vocabulary, call_grammar, json_grammar
 from specgrad.prompt import check_tokens, encode_chat, encode_text
 from specgrad.reply import ReplyParser
@@ -204,7 +205,7 @@ def is_address(host: str) -> bool:
 def command(args: argparse.Namespace, load: Callable[[], Model]) -> None:
   """Serves what `load` brings until a signal comes. Raises ValueError, one line, for settings that cannot work, before it loads."""
   key = None if args.api_key is None else read_key(Path(args.api_key))
-  if not 1 <= args.slots <= 256: raise ValueError(f"--slots={args.slots}, want 1 to 256")
+  if not 1 <= args.slots <= LANES[-1]: raise ValueError(f"--slots={args.slots}, want 1 to {LANES[-1]}")
   with bind(args.host, args.serve) as socket:
     model = load()
     assert model.tokenizer is not None
@@ -212,7 +213,10 @@ def command(args: argparse.Namespace, load: Callable[[], Model]) -> None:
     host, port = socket.getsockname()[:2]
     local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     folder = Path(args.model) if args.model else specgrad.demo_path()
-    app = App(model, Batch(model.engine, QUEUE, args.depth, args.coupled), args.slots, folder, key, local, log)
+    batch = Batch(model.engine, QUEUE, args.depth, args.coupled)
+    model.self_test()
+    batch.warm()
+    app = App(model, batch, args.slots, folder, key, local, log)
     if key is None and not local: log(f"no --api-key: whoever reaches {host} can use it")
     serve(app, socket, f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 serves {app.name!r}: context {model.max_context}, "
           f"{args.slots} at once, {QUEUE} may wait, {'with' if key else 'without'} an API key. Ctrl-C ends it after the last reply")
