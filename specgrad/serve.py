@@ -210,6 +210,7 @@ def command(args: argparse.Namespace, load: Callable[[], Model]) -> None:
     model = load()
     assert model.tokenizer is not None
     check_tokens(model.tokenizer)
+    label = model.verifier(temperature=1.0, depth=args.depth, coupled=args.coupled)  # refuses a depth that cannot be
     host, port = socket.getsockname()[:2]
     local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     folder = Path(args.model) if args.model else specgrad.demo_path()
@@ -219,7 +220,8 @@ def command(args: argparse.Namespace, load: Callable[[], Model]) -> None:
     app = App(model, batch, args.slots, folder, key, local, log)
     if key is None and not local: log(f"no --api-key: whoever reaches {host} can use it")
     serve(app, socket, f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 serves {app.name!r}: context {model.max_context}, "
-          f"{args.slots} at once, {QUEUE} may wait, {'with' if key else 'without'} an API key. Ctrl-C ends it after the last reply")
+          f"{args.slots} at once, {QUEUE} may wait, {'with' if key else 'without'} an API key; verifier: {label}. "
+          "Temperature 1 and no thinking unless a request asks for it. Ctrl-C ends it after the last reply")
 
 def serve(app: App, socket: Any, hello: str) -> None:
   """Until a signal, or until the engine fails. Raises ArithmeticError then. hello: the line that says it listens."""

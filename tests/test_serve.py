@@ -951,7 +951,7 @@ class Command:
 
 def test_signals() -> None:
   """The first lets the reply end and takes nothing new; exit code 0."""
-  server = Command("--draft", "none")
+  server = Command("--draft", "none", "--slots", "1")
   reply = server.stream(200)
   server.process.send_signal(signal.SIGTERM)
   text = reply.read().decode()
@@ -961,7 +961,7 @@ def test_signals() -> None:
   with pytest.raises(ConnectionRefusedError): socket.create_connection(("127.0.0.1", server.port))
 
 def test_a_second_signal_cancels() -> None:
-  server = Command("--draft", "none")
+  server = Command("--draft", "none", "--slots", "1")
   reply = server.stream(4000)
   server.process.send_signal(signal.SIGINT)
   until(lambda: server.process.stderr is not None and "shutting down" in server.process.stderr.readline())
@@ -973,14 +973,15 @@ def test_a_second_signal_cancels() -> None:
 
 @pytest.mark.parametrize("flags, error", [
   (("--serve", "70000"), "--serve=70000, want a port from 0 (any free one) to 65535"),
-  (("--serve", "0", "--slots", "0"), "--slots=0, want 1 to 256"),
+  (("--serve", "0", "--slots", "0"), "--slots=0, want 1 to "),
   (("--serve", "0", "--api-key", "/nowhere"), "--api-key='/nowhere': No such file or directory, want a file that holds the key"),
   (("--serve", "0", "--host", "no.such.host.invalid"), "--host='no.such.host.invalid' --serve=0: "),
+  (("--serve", "0", "--depth", "9"), "engine: depth=9, want 0 to 5 (the draft's block size)"),
   (("--serve", "0", "-p", "x"), "--serve: answers requests, want no -p and no --self-test beside it")])
 def test_mistakes_of_the_command(flags: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]) -> None:
   from specgrad import run
   assert run.main(flags) == 2
-  assert capsys.readouterr().err.startswith(f"specgrad: error: {error}")
+  assert capsys.readouterr().err.splitlines()[-1].startswith(f"specgrad: error: {error}")
 
 def test_a_taken_port_and_a_bad_key(tmp_path: Path) -> None:
   with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="Address already in use, want an address"):
