@@ -23,7 +23,7 @@ from prometheus_client import generate_latest
 
 import specgrad
 from specgrad.api import ReplyText
-from specgrad.batch import Batch, Full
+from specgrad.batch import Batch, Closed, Full
 from specgrad.completion import Choice, Completion, Metrics, Piece
 from specgrad.connection import HEADER_BYTES, TOO_LONG, Exchange, Gone, Server, bind
 from specgrad.encoding import THINK_END, Encoding, PromptError
@@ -172,9 +172,10 @@ class App:
                                 logprobs=request.logprobs, mask=own)
         text = ReplyText(self.tokenizer, request.stop, None if request.ignore_eos else self.model.config.eos_token_id)
         choices.append(Choice(i, job, text, own, ReplyParser(request.effort != "off") if request.chat else None, len(ids)))
-    except (Full, ValueError) as error:
+    except (Full, Closed, ValueError) as error:
       for choice in choices: choice.job.cancel()
       if isinstance(error, Full): raise RequestError("the queue is full, try again soon", code="queue_full", status=429) from None
+      if isinstance(error, Closed): raise RequestError("no requests are taken", code="unavailable", status=503) from None
       raise RequestError(str(error)) from None
     return choices
 
