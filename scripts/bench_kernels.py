@@ -253,7 +253,8 @@ class Bench:
     self.attend()
     if not self.rows: raise ValueError(f"--only={self.args.only}, want part of: linear MXFP4, linear FP8, experts, attend")
     return {"schema": SCHEMA, "command": command, "commit": commit(), "device": device_name(self.device), "shapes": self.args.shapes,
-            "clock": self.args.clock, "date": time.strftime("%Y-%m-%d"), "read_gb_s": statistics.median(self.reads), "rows": [asdict(r) for r in self.rows]}
+            "clock": self.args.clock, "date": time.strftime("%Y-%m-%d"),
+            "read_gb_s": statistics.median(self.reads), "rows": [asdict(r) for r in self.rows]}
 
 def device_name(name: str) -> str:
   if name.startswith("CPU"):
