@@ -52,12 +52,12 @@ def limits(found: dict[str, Any]) -> dict[str, bool]: return {x["what"]: x["hold
 # ------------------------------------------------------------------------------------------------ a whole step
 def nodes(alone: bool, sharded: bool = False) -> int:
   """Of one device. A product is two kernels, the laying out of what it is made with and the product, and what is laid out once
-  serves all products of a kind; an exchange is a copy and a sum (or what puts the parts side by side)."""
-  exchange = 0 if alone else 2
-  experts = 2 + 1 + 5 + exchange                           # router's product, choice; plan, up, middle, down, sum
+  serves all products of a kind; shares are copied, and added up where streams are updated."""
+  copy, exchange = (0, 0) if alone else (1, 2)             # what needs the sum, or parts side by side, as a tensor: a kernel more
+  experts = 2 + 1 + 5 + copy                               # router's product, choice; plan, up, middle, down, sum
   own = 2 + 1 + 2 + 1 + 1 + 1                              # wq_a, norm, wq_b, rotation; wkv, row
-  layer = 6 + own + 2 + 2 + 2 + exchange + experts         # streams; attention: shares and their sum, wo_a, wo_b
-  stage = layer - exchange                                 # on each device as a whole
+  layer = 6 + own + 2 + 2 + 2 + copy + experts             # streams; attention: shares and their sum, wo_a, wo_b
+  stage = layer - copy                                     # on each device as a whole
   compressor = 2 + 1
   indexer = 1 + 1 + 1 + 1 + 1 + 2                          # compressor, queries, their rotation, weights; scores, choice
   shares = 2 * (2 + 1) + (1 + 1) if sharded else 0         # queries and shares copied, shares put together; of the indexer best ones, too
