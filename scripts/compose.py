@@ -19,7 +19,9 @@ lost, unless --reference names the checkpoint before it was quantised.
 
 With d_W and d_KV the shifts of the logits and F the Fisher matrix, KL is about d'Fd/2, so that uncorrelated errors add up:
   I = KL(both) - KL(W) - KL(KV),  rho = I / (2 sqrt(KL(W) KL(KV))), in [-1, 1]
-is their correlation: 0 where they add up, 1 where they are aligned, -1 where they cancel. An exact verifier keeps the
+is their correlation: 0 where they add up, 1 where they are aligned, -1 where they cancel. Few positions carry most of the
+KL: those at which a rounding moved an expert. No square is found there, and rho may leave [-1, 1], so it is told again
+over the quiet positions, at which KL is below 1e-3 in every cell. An exact verifier keeps the
 draft out of the output law, so the draft is the control that must come out zero: at every probe, the target's logits
 before a drafted block must have the same bits whichever draft wrote the block. A second reference cell, of its own
 buffers, must differ from the first by 0 bits. Where a control fails, all is void, and the exit status is 1.
@@ -61,6 +63,7 @@ SETTINGS = ("schema", "fingerprint", "reference", "tokens", "temperature", "prob
             "limit", "device")
 KEY = ("class", "source", "turn")
 ENTROPY = (0.1, 1.0)                                       # nats: ends of the strata sure, between, open
+QUIET = 1e-3                                               # nats of KL
 SUMS = ("kl", "hellinger2", "tv", "agree", "nll")
 RESAMPLES, LEVEL = 10000, 0.05
 
@@ -143,10 +146,9 @@ def log_law(logits: np.ndarray) -> np.ndarray:
   z = z - z.max(-1, keepdims=True)
   return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
-def compare(ref: np.ndarray, logits: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-  """float32 (n, V) of the reference and of a cell, int (n,) what follows in the stream -> sums over the positions: kl,
-  hellinger2, tv, agree (same largest), nll in nats; `hist`, positions by floor(10 log10 KL), which holds quantiles; and
-  positions and KL of each stratum of the reference's entropy."""
+def by_position(ref: np.ndarray, logits: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """float32 (n, V) of the reference and of a cell, int (n,) what follows in the stream -> (len(SUMS), n): KL, squared
+  Hellinger distance, total variation, same largest, loss in nats; and the reference's entropy (n,)."""
   values, entropy = np.zeros((len(SUMS), len(ref))), np.zeros(len(ref))
   for at in range(0, len(ref), 16):                        # a few rows at a time: the laws are float64
     lp, lq = (log_law(x[at:at + 16]) for x in (ref, logits))
@@ -155,11 +157,25 @@ def compare(ref: np.ndarray, logits: np.ndarray, after: np.ndarray) -> dict[str,
     values[:, rows] = (np.maximum((p * (lp - lq)).sum(1), 0), (half * half).sum(1) / 2, np.abs(p - q).sum(1) / 2,
                        lp.argmax(1) == lq.argmax(1), -lq[np.arange(len(lq)), after[rows]])
     entropy[rows] = -(p * lp).sum(1)
+  return values, entropy
+
+def compare(ref: np.ndarray, logits: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+  """As by_position -> its sums by name; `hist`, positions by floor(10 log10 KL), which holds quantiles; and positions and
+  KL of each stratum of the reference's entropy."""
+  return summed(*by_position(ref, logits, after))
+
+def summed(values: np.ndarray, entropy: np.ndarray) -> dict[str, Any]:
   bins, counts = np.unique(np.floor(10 * np.log10(np.maximum(values[0], 1e-20))).astype(int), return_counts=True)
   stratum = np.digitize(entropy, ENTROPY)
-  return {"n": len(ref), **{name: float(v.sum()) for name, v in zip(SUMS, values)},
+  return {"n": len(entropy), **{name: float(v.sum()) for name, v in zip(SUMS, values)},
           "hist": {str(b): int(c) for b, c in zip(bins, counts)},
           "strata": [[int((stratum == i).sum()), float(values[0][stratum == i].sum())] for i in range(3)]}
+
+def quiet(kl: dict[str, np.ndarray]) -> dict[str, Any]:
+  """KL by position of each cell -> the positions at which it is small in all of them, and its sums over these. There a
+  shift of the logits is all there is; elsewhere a rounding has moved an expert or a chosen entry, and KL is no square."""
+  small = np.all([x < QUIET for x in kl.values()], axis=0)
+  return {"n": int(small.sum()), **{cell: float(x[small].sum()) for cell, x in kl.items()}}
 
 def bits(a: np.ndarray, b: np.ndarray) -> int:
   """Values of two float32 arrays that differ in any bit."""
@@ -202,22 +218,25 @@ class Measure:
     ref, after = law(self.cells[REFERENCE][self.drafts[0] if self.drafts else ""]), np.array(reply)
     shipped = {cell: law(self.shipped[name]) for cell, name in SHIPPED.items()}
     controls: dict[str, Any] = {"again": bits(ref, law(self.again)), "null": 0, "null_kl": 0.0}
-    cells, blocks = dict[str, Any](), dict[str, Any]()
+    cells, blocks, kl = dict[str, Any](), dict[str, Any](), dict[str, np.ndarray]()
     places = sorted({int(x) for x in np.linspace(0, len(reply) - 1, args.probes)}) if self.drafts else []
     for cell, models in self.cells.items():
       first = next(iter(models.values()))
       logits = ref if cell == REFERENCE else law(first)
       if cell in shipped: controls[f"shipped {cell}"] = bits(logits, shipped[cell])
-      if cell != REFERENCE: cells[cell] = compare(ref, logits, after)
+      if cell != REFERENCE:
+        values, entropy = by_position(ref, logits, after)
+        cells[cell], kl[cell] = summed(values, entropy), values[0]
       rows = dict[str, np.ndarray]()
       for draft in self.drafts:
         rows[draft], blocks[f"{cell}/{draft}"] = self.probe(models[draft], ids, [start + x for x in places])
       if rows:                                             # the anchor's law, before the one block and the other
         controls["null"] += bits(*rows.values())
-        kl = [compare(ref[places], r, after[places])["kl"] for r in rows.values()]
-        controls["null_kl"] = max(controls["null_kl"], abs(kl[1] - kl[0]))
+        both = [compare(ref[places], r, after[places])["kl"] for r in rows.values()]
+        controls["null_kl"] = max(controls["null_kl"], abs(both[1] - both[0]))
     return {"class": p.kind, "source": p.source, "turn": p.turn, "prompt_tokens": len(p.ids), "positions": len(reply),
-            "reference_nll": compare(ref, ref, after)["nll"], "cells": cells, "blocks": blocks, "controls": controls}
+            "reference_nll": compare(ref, ref, after)["nll"], "cells": cells, "quiet": quiet(kl),
+            "blocks": blocks, "controls": controls}
 
   def probe(self, model: Model, ids: list[int], places: list[int]) -> tuple[np.ndarray, list[float]]:
     """Blocks drafted after ids[:place+1], each checked by the cell's own target -> its logits (n, V) at the anchors,
@@ -257,9 +276,11 @@ def estimate(sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], se
 
 def interaction(rows: Sequence[dict[str, Any]], weights: str, seed: int) -> dict[str, Any]:
   """Of the weights factor at one level with the cache, over sources: I and rho of KL, rho of the squared Hellinger
-  distance (which saturates later), a test by random signs of I, and the least I that this many sources would show."""
+  distance (which saturates later) and over quiet positions alone, a test by random signs of I, and the least I that this
+  many sources would show."""
   names = (f"{weights}/float32", "reference/fp8", f"{weights}/fp8")
   sums = by_source(rows, lambda r: [r["positions"], *(r["cells"][n][k] for k in ("kl", "hellinger2") for n in names)])
+  calm = by_source(rows, lambda r: [r["quiet"]["n"], *(r["quiet"][n] for n in names), r["positions"]])
   index = lambda s, at: (s[:, at + 2] - s[:, at] - s[:, at + 1])
   rho = lambda s, at: index(s, at) / (2 * np.sqrt(s[:, at] * s[:, at + 1]))
   own, n = index(sums, 1), len(sums)
@@ -268,6 +289,7 @@ def interaction(rows: Sequence[dict[str, Any]], weights: str, seed: int) -> dict
   return {"I": estimate(sums, lambda s: index(s, 1) / s[:, 0], seed, True),
           "rho": estimate(sums, lambda s: rho(s, 1), seed, True),
           "rho_hellinger2": estimate(sums, lambda s: rho(s, 4), seed, True),
+          "rho_quiet": estimate(calm, lambda s: rho(s, 1), seed, True), "quiet_share": float(calm[:, 0].sum() / calm[:, 4].sum()),
           "p_sign": float((1 + (np.abs(signs @ own) >= abs(own.sum()) - 1e-15).sum()) / (1 + RESAMPLES)),
           "least_I_shown": float((1.96 + 0.84) * per_source.std(ddof=1) / math.sqrt(n)) if n > 1 else None,
           "sources": n}
@@ -329,10 +351,11 @@ def show(s: dict[str, Any]) -> str:
   for name, g in groups.items():
     rows += [[name, cell, pair(c["kl"], ".2e"), f"{c['kl_median']:.1e}", f"{c['kl_p99']:.1e}", f"{c['tv']:.4f}",
               f"{c['top1']:.2%}", pair(c["nll_change"], "+.4f")] for cell, c in g["cells"].items()]
-  both = [["class", "weights x kv", "I", "rho", "rho (Hellinger)", "p by signs", "least I shown"]]
+  both = [["class", "weights x kv", "I", "rho", "rho (Hellinger)", "rho (quiet)", "quiet", "p by signs", "least I shown"]]
   for name, g in groups.items():
     both += [[name, f"{w} x fp8", pair(x["I"], "+.1e"), pair(x["rho"], "+.2f"), pair(x["rho_hellinger2"], "+.2f"),
-              f"{x['p_sign']:.3f}", "-" if x["least_I_shown"] is None else f"{x['least_I_shown']:.1e}"]
+              pair(x["rho_quiet"], "+.2f"), f"{x['quiet_share']:.1%}", f"{x['p_sign']:.3f}",
+              "-" if x["least_I_shown"] is None else f"{x['least_I_shown']:.1e}"]
              for w, x in g["interaction"].items()]
   lines = [f"{s['model']}, {s['streams']} streams at temperature {s['temperature']:g}, {s['device']}",
            f"reference: {'another checkpoint' if s['reference'] else 'its own weights, dequantised'}, float32", "",
@@ -358,33 +381,36 @@ def show(s: dict[str, Any]) -> str:
   return "\n".join([*lines, *(f"warning: {text}" for text in s["warnings"])])
 
 def draw(s: dict[str, Any], path: Path) -> list[str]:
-  """KL of each cell, the interaction index and acceptance, by class."""
+  """KL of each cell, the interaction index over all and over quiet positions, and what a quantised draft changes."""
   plt = evidence.plotting()
   groups = {**({"all real": s["all"]} if s["all"] else {}), **s["classes"]}
-  figure, axes = plt.subplots(1, 3, figsize=(14, 1.2 + 0.6 * max(4, len(groups))))
+  figure, axes = plt.subplots(1, 3, figsize=(14, 1.4 + 0.6 * max(4, len(groups))))
 
-  def whisker(ax: Any, e: dict[str, Any], y: float, color: str, **more: Any) -> None:
+  def whisker(ax: Any, e: dict[str, Any], y: float, color: str, within: float = math.inf, **more: Any) -> None:
+    """What lies beyond `within` ends in an arrow at it."""
     if e["value"] is None: return
-    if e["ci95"]: ax.plot(e["ci95"], [y, y], color=color, linewidth=1.5)
-    ax.plot([e["value"]], [y], color=color, linestyle="", **{"marker": "o", "markersize": 5, **more})
+    if e["ci95"]: ax.plot(np.clip(e["ci95"], -within, within), [y, y], color=color, linewidth=1.5)
+    marker = "o" if abs(e["value"]) <= within else ">" if e["value"] > 0 else "<"
+    ax.plot([np.clip(e["value"], -within, within)], [y], marker, color=color, markersize=5, **more)
   for i, g in enumerate(groups.values()):
     for j, (cell, c) in enumerate(g["cells"].items()):
-      whisker(axes[0], c["kl"], i + 0.15 * (j - 2), f"C{j}", label=cell if not i else None)
-    for j, x in enumerate(g["interaction"].values()):
-      whisker(axes[1], x["rho"], i + 0.2 * (j - 0.5), f"C{j}", label=f"{list(g['interaction'])[j]} x fp8" if not i else None)
-    for j, cell in enumerate(CELLS if g["blocks"] else ()):
-      for d, fill in zip(DRAFTS, (f"C{j}", "white")):
-        whisker(axes[2], g["blocks"][f"{cell}/{d}"]["overlap"], i + 0.13 * (j - 2.5), f"C{j}", markerfacecolor=fill,
-                label=f"{cell}, {d}" if not i else None)
+      whisker(axes[0], c["kl"], i + 0.15 * (j - 2), f"C{j}", label=None if i else cell)
+    for j, (weights, x) in enumerate(g["interaction"].items()):
+      for k, (name, fill, said) in enumerate((("rho", f"C{j}", ""), ("rho_quiet", "white", ", quiet positions"))):
+        whisker(axes[1], x[name], i + 0.18 * (2 * j + k - 1.5), f"C{j}", 2, markerfacecolor=fill,
+                label=None if i else f"{weights} x fp8{said}")
+    for j, (cell, x) in enumerate(g["draft_quantised_minus_full"].items()):
+      whisker(axes[2], x["overlap"], i + 0.13 * (j - 2.5), f"C{j}", label=None if i else cell)
   axes[0].set(xscale="log", xlabel="KL to the reference, nats a position")
-  axes[1].set(xlim=(-1.05, 1.05), xlabel="rho: 0 errors add up, 1 aligned, -1 they cancel")
-  axes[1].axvline(0, color="grey", linewidth=0.8, linestyle=":")
-  axes[2].set(xlabel="sum of min(p, q) at a block's first place: its chance to stand")
+  axes[1].set(xlim=(-2.1, 2.1), xlabel="rho: 0 errors add up, 1 aligned, -1 they cancel")
+  axes[1].axvspan(-1, 1, color="grey", alpha=0.1, linewidth=0)
+  axes[2].set(xlabel="chance of a first drafted token to stand:\nquantised draft - full one, on each target")
   for ax in axes:
+    if ax is not axes[0]: ax.axvline(0, color="grey", linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(groups)), [n.replace("_", " ") for n in groups] if ax is axes[0] else [""] * len(groups))
     ax.set_ylim(len(groups) - 0.5, -0.5)
     if ax.get_legend_handles_labels()[0]:
-      ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
+      ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, frameon=False)
   figure.tight_layout()
   return evidence.save(figure, path)
 

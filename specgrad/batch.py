@@ -91,6 +91,18 @@ class Batch:
         job.blocks.put(None)
       raise
 
+  def warm(self) -> None:
+    """Captures the steps of every size, greedy and drawn, and the prefill before them, so that no request waits for that. Before
+    `run` and any request; forgets what the slots held."""
+    n = self.engine.slots                                  # they come one by one and stay until all are there
+    for temperature in (0.0, 1.0):
+      jobs = [self.submit([self.engine.config.bos_token_id] * 2, (n + 1) * (self.engine.depth + 1), Sampling(temperature), ignore_eos=True)
+              for _ in range(n)]
+      while self.waiting or self.slots: self.work()
+      for job in jobs:
+        for _ in job: pass
+    self.engine.reset()
+
   def work(self) -> None:
     """Ends what was cancelled, gives free slots away, then a chunk of one prompt, then a step of everything that has one."""
     with self.changed:

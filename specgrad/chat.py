@@ -358,8 +358,9 @@ class Chat:
     mine = session.identity(self.model.engine.checkpoint)
     if saved.model != mine: raise ValueError(f"{rest}: checkpoint={saved.model[:12]}, want {mine[:12]}. It is the chat of another model")
     try:
-      turns, settings = [self.turn_of(**turn) for turn in saved.chat["turns"]], Settings(**saved.chat["settings"])
-      seed, kind, notes = int(saved.chat["seed"]), dict(saved.chat["kind"]), list[str]()
+      turns, settings = [self.turn_of(**turn) for turn in saved.chat["turns"]], settings_of(saved.chat["settings"])
+      seed, kind, notes = saved.chat["seed"], dict(saved.chat["kind"]), list[str]()
+      settings_of(asdict(settings) | {"seed": seed + 0})
     except (KeyError, TypeError, AttributeError) as error: raise ValueError(f"{rest}: no chat of this version ({error!r})") from None
     try: self.verifier(settings)
     except ValueError: settings, notes = replace(settings, depth=None), [f"a draft depth of {settings.depth} is not possible here"]
@@ -412,6 +413,15 @@ class Chat:
 
 def messages(turn: Turn) -> list[dict[str, str]]:
   return [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.content, "reasoning_content": turn.reasoning}]
+
+def settings_of(found: Mapping[str, Any]) -> Settings:
+  """Raises TypeError or ValueError for values that no setting has."""
+  settings = Settings(**found)
+  kinds: dict[str, tuple[type, ...]] = {name: (int, kind) for name, kind in NUMBERS.items()}
+  kinds |= {"seed": (int, type(None)), "depth": (int, type(None)), "system": (str, type(None)), "coupled": (bool,)}
+  for name, kind in kinds.items():
+    if type(value := getattr(settings, name)) not in kind: raise TypeError(f"{name}={value!r}")
+  return settings
 
 def read_text(path: str) -> str:
   """What a text file says. Raises ValueError, one line, for anything else; a device is not even opened."""

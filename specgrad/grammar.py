@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,21 +55,65 @@ class Vocabulary:
       self.spelled[place] = row
     return self.spelled[place]
 
-def json_grammar(schema: dict[str, Any] | bool, calls: Tokenizer | None = None) -> str:
-  """JSON of this schema; with a tokenizer, a block of tool calls may stand in its place."""
-  own = {**({} if schema is True else {"not": {}} if schema is False else schema), "x-guidance": LAYOUT}
-  if calls is None: return LLMatcher.grammar_from_json_schema(own)
-  return LLMatcher.grammar_from_lark(f"start: answer | block\nanswer: %json {json.dumps(own)}\n{block(calls)}")
+def json_grammar(schema: dict[str, Any] | bool) -> str:
+  """JSON of this schema."""
+  return LLMatcher.grammar_from_json_schema(own(schema))
 
-def call_grammar(tokenizer: Tokenizer, names: Sequence[str]) -> str:
-  """A block of tool calls whose first one is of one of these. How it goes on is free, as texts among its arguments are."""
-  return LLMatcher.grammar_from_lark("start: block\n" + block(tokenizer, names))
+def own(schema: dict[str, Any] | bool) -> dict[str, Any]:
+  return {**({} if schema is True else {"not": {}} if schema is False else schema), "x-guidance": LAYOUT}
 
-def block(tokenizer: Tokenizer, names: Sequence[str] = ()) -> str:
-  """The rule `block` in llguidance's form of Lark, where <[id]> is a control token."""
-  dsml = f"<[{tokenizer.special_ids[DSML]}]>" if DSML in tokenizer.special_ids else json.dumps(DSML, ensure_ascii=False)
-  first = f' "<" {dsml} "invoke name=\\"" ({" | ".join(map(json.dumps, names))}) "\\">\\n"' if names else ""
-  return f'block: "\\n\\n<" {dsml} "tool_calls>\\n"{first} rest\nrest: (/(?s:.+)/ | {dsml})*\n'
+def call_grammar(tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]], must: Sequence[str] = (),
+                 schema: dict[str, Any] | bool | None = None) -> str:
+  """Replies that may call these functions (OpenAI's objects), in llguidance's form of Lark. The arguments of strict ones are
+  held to their schema; how a call of another one goes on is free, and so is all that follows it. must: the reply has to
+  begin with a call of one of these; schema: if it doesn't call, it is JSON of that schema. Raises ValueError, one line,
+  for strict functions that it can't hold."""
+  dsml = f"<[{tokenizer.special_ids[DSML]}]>" if DSML in tokenizer.special_ids else quote(DSML)
+  rules: list[str] = []
+  calls = [(f["name"], tight(f, i, dsml, rules) + " tail" if f.get("strict") else f'{dsml} {quote(invoke(f["name"]))} rest')
+           for i, f in enumerate(functions)]
+  either = lambda names: " | ".join(rule for name, rule in calls if name in names)
+  free = dsml[0] == "<"                                      # a control token ends a text by itself, a spelled one has to be looked for
+  lead = '"\\n\\n<" calls' if must or schema is not None else f"CONTENT | OPEN {dsml} list" if free else "CONTENT | open list"
+  return LLMatcher.grammar_from_lark("\n".join([
+    f"start: {lead}" + (" | answer" if schema is not None and not must else ""), f"calls: {dsml} list",
+    f'list: "tool_calls>\\n<" ({either(must or [name for name, _ in calls])})', f"next: {either([name for name, _ in calls])}",
+    f'tail: "\\n</" {dsml} "tool_calls>" | "\\n<" next', f"rest: (/(?s:.+)/ | {dsml})*", "CONTENT: /(?s:.*)/",
+    f"answer: %json {json.dumps(own(True if schema is None else schema))}",
+    *(("OPEN: /(?s:.*)\\n\\n</", f'text: TEXT {dsml} "parameter>"', "TEXT: /(?s:.*)<\\//") if free else
+      (f'open[suffix={quote(chr(10) * 2 + "<" + DSML)}]: /(?s:.*)/', f'text[suffix={quote(f"</{DSML}parameter>")}]: /(?s:.*)/')), *rules]))
+
+def tight(function: Mapping[str, Any], i: int, dsml: str, rules: list[str]) -> str:
+  """A call of a strict function; rules gets those that it needs. Texts stand as they are, everything else as JSON."""
+  name, schema = function["name"], function.get("parameters") or {}
+  properties = schema.get("properties", {})
+  required = schema.get("required", [])
+  if not isinstance(properties, dict) or schema.get("type", "object") != "object" or not isinstance(required, list) or (
+      {*map(str, required)} != properties.keys()):
+    raise ValueError(f"strict function {name}: parameters have to be an object that requires each of its properties")
+  parts = []
+  for j, (key, value) in enumerate(properties.items()):
+    if not key.isprintable() or set(key) & set('"<>'): raise ValueError(f"strict function {name}: {key!r} is no name for a parameter")
+    if not isinstance(value, dict): raise ValueError(f"strict function {name}: the schema of {key} is no object")
+    head, tail = f'parameter name="{key}" string=', f'"</" {dsml} "parameter>"'
+    options = value.get("enum", [value.get("const")])
+    if value.get("type") == "string" and not value.keys() - {"type", "title", "description", "default", "examples"}:
+      rule, is_text = "text", True
+    elif isinstance(options, list) and options and all(isinstance(o, str) and o and DSML not in o for o in options):
+      rule, is_text = f"({' | '.join(map(quote, options))}) {tail}", True
+    else:
+      definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+      rules.append(f"value_{i}_{j}: %json {json.dumps(own({**definitions, **value}))}")
+      rule, is_text = f"value_{i}_{j} {tail}", False
+    kind = "true" if is_text else "false"
+    parts.append(f"""{dsml} {quote(f'{head}"{kind}">')} {rule}""")
+  inner = ' "\\n<" '.join(parts)
+  return f'{dsml} {quote(invoke(name) + "<")} {inner} "\\n</" {dsml} "invoke>"' if parts else (
+    f'{dsml} {quote(invoke(name) + chr(10) + "</")} {dsml} "invoke>"')
+
+def invoke(name: str) -> str: return f'invoke name="{name}">\n'
+
+def quote(text: str) -> str: return json.dumps(text, ensure_ascii=False)
 
 def fault(matcher: LLMatcher) -> str:
   """What is wrong, in one line, without the source that llguidance shows with it."""

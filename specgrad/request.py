@@ -221,7 +221,7 @@ def read_tools(f: Fields) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     if not isinstance(name, str) or not 0 < len(name) <= 64 or not all(c.isascii() and (c.isalnum() or c in "_-.") for c in name):
       f.refuse(f"tools[{i}].function.name", name, "1 to 64 letters, digits, underscores, dots and dashes")
     if name in names: f.refuse(f"tools[{i}].function.name", name, "each name once")
-    if function.get("strict"): f.refuse(f"tools[{i}].function.strict", True, "false or nothing: arguments are not held to the schema")
+    if function.get("strict") not in (None, True, False): f.refuse(f"tools[{i}].function.strict", function["strict"], "true or false")
     schema = function.get("parameters", {})
     if not isinstance(schema, dict): f.refuse(f"tools[{i}].function.parameters", schema, "a JSON schema")
     names.append(name)

@@ -1,11 +1,14 @@
 """The command `python -m specgrad.run`: flags, one question or a chat (chat.py), errors in one line. Knows no tensors."""
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__": signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run`, there is nothing that wants to be told
+
 import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -122,12 +125,17 @@ def run(argv: Sequence[str] | None) -> None:
   names = devices(args)
   text = None if args.self_test or args.serve is not None else one_prompt(args)
   if args.json and text is None: raise ValueError("--json: no prompt, want -p TEXT or text on stdin")
+  bars = Bars(screen := Screen())
+
+  def leave(*_: object) -> NoReturn:
+    bars.stopping = True                 # what swallows the exception, as some imports do, comes to its end at the next report
+    raise KeyboardInterrupt
+  signal.signal(signal.SIGINT, leave)
   specgrad.prepare()
   keep_interrupts()
   settings = Settings(effort=args.think, system=args.system, depth=args.depth, coupled=args.coupled,  # refuses before a long load
                       **{name: getattr(args, name) for name in NUMBERS if hasattr(args, name)})
   if args.serve is not None: return serve(args, names)
-  bars = Bars(screen := Screen())
   try: model = load(args, names, bars)
   finally: bars.close()
   name = Path(args.model).resolve().name if args.model is not None else "demo"
@@ -137,6 +145,7 @@ def run(argv: Sequence[str] | None) -> None:
   chat.banner()
   try: tested = model.self_test()        # before the first turn; its graphs are the ones that replies need
   finally: bars.close()
+  if bars.stopping: raise KeyboardInterrupt
   if args.self_test: screen.note(f"self-test: {tested} tokens with and without the draft are equal" if tested else
                                  "self-test: nothing to compare, there is no draft")
   elif text is None: chat.loop()

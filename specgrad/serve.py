@@ -23,10 +23,11 @@ from prometheus_client import generate_latest
 
 import specgrad
 from specgrad.api import ReplyText
-from specgrad.batch import Batch, Full
+from specgrad.batch import Batch, Closed, Full
 from specgrad.completion import Choice, Completion, Metrics, Piece
 from specgrad.connection import HEADER_BYTES, TOO_LONG, Exchange, Gone, Server, bind
 from specgrad.encoding import THINK_END, Encoding, PromptError
+from specgrad.engine import LANES
 from specgrad.grammar import Mask, Vocabulary, call_grammar, json_grammar
 from specgrad.prompt import check_tokens, encode_chat, encode_text
 from specgrad.reply import ReplyParser
@@ -140,11 +141,19 @@ class App:
       if len(ids) >= self.model.max_context:
         raise RequestError(f"this model's maximum context length is {self.model.max_context} tokens, the prompt has {len(ids)}: no room "
                            "for a reply. Shorten it", "messages" if chat else "prompt", "context_length_exceeded")
-    grammar = call_grammar(self.tokenizer, request.must_call) if request.must_call else None
-    if request.schema is not None: grammar = json_grammar(request.schema, self.tokenizer if request.tools else None)
-    if grammar is None: return request, prompts, None
-    try: return request, prompts, self.vocabulary.start(grammar, request.effort != "off")
-    except ValueError as error: raise RequestError(f"response_format: {error}", "response_format", "invalid_schema") from None
+    try: return request, prompts, self.mask(request)
+    except ValueError as error:
+      field = "tools" if request.tools else "response_format"
+      raise RequestError(f"{field}: {error}", field, "invalid_schema") from None
+
+  def mask(self, request: Request) -> Mask | None:
+    """What the reply is held to, if anything. Raises ValueError."""
+    functions = [tool["function"] for tool in request.tools]
+    if functions and (request.must_call or request.schema is not None or any(f.get("strict") for f in functions)):
+      grammar = call_grammar(self.tokenizer, functions, request.must_call, request.schema)
+    elif request.schema is not None: grammar = json_grammar(request.schema)
+    else: return None
+    return self.vocabulary.start(grammar, request.effort != "off")
 
   def encode(self, request: Request) -> list[int]:
     """The prompt shows the schema where the checkpoint has the text for it; the mask holds the reply to it in any case."""
@@ -163,9 +172,10 @@ class App:
                                 logprobs=request.logprobs, mask=own)
         text = ReplyText(self.tokenizer, request.stop, None if request.ignore_eos else self.model.config.eos_token_id)
         choices.append(Choice(i, job, text, own, ReplyParser(request.effort != "off") if request.chat else None, len(ids)))
-    except (Full, ValueError) as error:
+    except (Full, Closed, ValueError) as error:
       for choice in choices: choice.job.cancel()
       if isinstance(error, Full): raise RequestError("the queue is full, try again soon", code="queue_full", status=429) from None
+      if isinstance(error, Closed): raise RequestError("no requests are taken", code="unavailable", status=503) from None
       raise RequestError(str(error)) from None
     return choices
 
@@ -196,18 +206,23 @@ def is_address(host: str) -> bool:
 def command(args: argparse.Namespace, load: Callable[[], Model]) -> None:
   """Serves what `load` brings until a signal comes. Raises ValueError, one line, for settings that cannot work, before it loads."""
   key = None if args.api_key is None else read_key(Path(args.api_key))
-  if not 1 <= args.slots <= 256: raise ValueError(f"--slots={args.slots}, want 1 to 256")
+  if not 1 <= args.slots <= LANES[-1]: raise ValueError(f"--slots={args.slots}, want 1 to {LANES[-1]}")
   with bind(args.host, args.serve) as socket:
     model = load()
     assert model.tokenizer is not None
     check_tokens(model.tokenizer)
+    label = model.verifier(temperature=1.0, depth=args.depth, coupled=args.coupled)  # refuses a depth that cannot be
     host, port = socket.getsockname()[:2]
     local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     folder = Path(args.model) if args.model else specgrad.demo_path()
-    app = App(model, Batch(model.engine, QUEUE, args.depth, args.coupled), args.slots, folder, key, local, log)
+    batch = Batch(model.engine, QUEUE, args.depth, args.coupled)
+    model.self_test()
+    batch.warm()
+    app = App(model, batch, args.slots, folder, key, local, log)
     if key is None and not local: log(f"no --api-key: whoever reaches {host} can use it")
     serve(app, socket, f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 serves {app.name!r}: context {model.max_context}, "
-          f"{args.slots} at once, {QUEUE} may wait, {'with' if key else 'without'} an API key. Ctrl-C ends it after the last reply")
+          f"{args.slots} at once, {QUEUE} may wait, {'with' if key else 'without'} an API key; verifier: {label}. "
+          "Temperature 1 and no thinking unless a request asks for it. Ctrl-C ends it after the last reply")
 
 def serve(app: App, socket: Any, hello: str) -> None:
   """Until a signal, or until the engine fails. Raises ArithmeticError then. hello: the line that says it listens."""

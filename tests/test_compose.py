@@ -49,21 +49,23 @@ def test_bits_are_compared_and_not_values() -> None:
   assert compose.bits(a, np.array([-0.0, np.nextafter(np.float32(1), np.float32(2)), np.nan], np.float32)) == 2
 
 # ------------------------------------------------------------------------------------------------ the index
-def made(share: float, n: int = 12, size: float = .02, cost: float = 0.0) -> list[dict[str, Any]]:
+def made(share: float, n: int = 12, size: float = .02, cost: float = 0.0, flips: int = 0) -> list[dict[str, Any]]:
   """Streams in which the cache's error of the logits is `share` of the weights' own and independent for the rest."""
   rows = list[dict[str, Any]]()
   for i in range(n):
     rng = np.random.default_rng(i)
     ref, own, other = rng.standard_normal((3, 200, 32))
     d = {"w4a16": size * own, "w4a8": size * own, "fp8": size * (share * own + (1 - share * share) ** .5 * other)}
-    cells = dict[str, Any]()
+    cells, kl = dict[str, Any](), dict[str, np.ndarray]()
     for cell in compose.CELLS[1:]:
       shift = sum((d[part] for part in cell.split("/") if part in d), np.zeros_like(ref))
-      cells[cell] = compose.compare(ref.astype(np.float32), (ref + shift).astype(np.float32), np.zeros(200, int))
+      if cell == "w4a8/fp8": shift[:flips, 0] += 5         # few positions, at which both together do something of their own
+      x = compose.by_position(ref.astype(np.float32), (ref + shift).astype(np.float32), np.zeros(200, int))
+      cells[cell], kl[cell] = compose.summed(*x), x[0][0]
     blocks = {f"{c}/{draft}": [10, 6.0 - cost * (draft == "quantised"), 20 - 10 * cost * (draft == "quantised")]
               for c in compose.CELLS for draft in compose.DRAFTS}
     rows.append({"class": "code", "source": str(i), "turn": "1", "prompt_tokens": 3, "positions": 200,
-                 "reference_nll": 200.0, "cells": cells, "blocks": blocks, "controls": dict(GOOD)})
+                 "reference_nll": 200.0, "cells": cells, "quiet": compose.quiet(kl), "blocks": blocks, "controls": dict(GOOD)})
   return rows
 
 @pytest.mark.parametrize("share, rho", [(0.0, 0.0), (1.0, 1.0), (-1.0, -1.0), (0.5, 0.5)])
@@ -80,6 +82,13 @@ def test_rho_of_errors_with_a_known_relation(share: float, rho: float) -> None:
   kl = {c: s["all"]["cells"][c]["kl"]["value"] for c in s["all"]["cells"]}
   assert kl["w4a8/fp8"] == pytest.approx((2 + 2 * share) * kl["reference/fp8"], rel=.05, abs=1e-9)
   assert s["all"]["cells"]["reference/fp8"]["kl"]["ci95"][0] <= kl["reference/fp8"]
+
+def test_a_few_positions_that_are_no_square_are_told_apart() -> None:
+  x = compose.summarise(HEAD, made(0.5, size=.008, flips=2))["all"]["interaction"]["w4a8"]
+  assert x["rho"]["value"] > 5 and x["rho_quiet"]["value"] == pytest.approx(.5, abs=.03)
+  assert x["quiet_share"] == pytest.approx(.99)
+  calm = compose.summarise(HEAD, made(0.5, size=.008))["all"]["interaction"]["w4a8"]
+  assert calm["rho_quiet"] == calm["rho"] and calm["quiet_share"] == 1
 
 def test_what_a_draft_costs() -> None:
   x = compose.summarise(HEAD, made(0, cost=.1))["all"]

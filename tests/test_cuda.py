@@ -105,7 +105,7 @@ def fresh(a: Any) -> Any: return a.copy() if isinstance(a, np.ndarray) else a
 
 def run(name: str, *args: Any, **more: Any) -> tuple[Array, ...]:
   """An operation of cuda.py on arrays; what it writes in place is among its results."""
-  with replaced(_run=launch, _new=empty): out = getattr(cuda, name)(*[tuple(a) if isinstance(a, tuple) else fresh(a) for a in args], **more)
+  with replaced(_run=launch, _new=empty): out = getattr(cuda, name)(*map(fresh, args), **more)
   return out if isinstance(out, tuple) else (out,)
 
 def tensor(a: Any) -> Any:

@@ -22,16 +22,23 @@ class Node(NamedTuple):
   name: str
   after: list[int]                                         # nodes that it waits for
   args: list[int]                                          # addresses
+  writes: list[int]                                        # which of them it is said to write
 
 # ------------------------------------------------------------------------------------------------ a driver without a GPU
 class Driver:
   """Stands in for tinygrad's binding of libcuda. Memory is addresses only, kernels are names, what is read back is zero."""
   def __init__(self) -> None:
     self.nodes, self.names, self.host = list[Node](), list[str](), list[Any]()
-    self.graphs, self.next = 0, 1 << 40
+    self.graphs, self.next, self.writes = 0, 1 << 40, list[int]()
 
   def install(self) -> None:
     from tinygrad.runtime.autogen import cuda
+    from tinygrad.runtime.graph.cuda import CUDAGraph
+    new_node = CUDAGraph.new_node
+    def noted(graph: CUDAGraph, bufs: Any, write: Any) -> Any:
+      self.writes = list(write)
+      return new_node(graph, bufs, write)
+    CUDAGraph.new_node = noted
     for name in [n for n in vars(cuda) if re.match(r"cu[A-Z]", n)]: setattr(cuda, name, getattr(self, name, lambda *args: 0))
 
   def hand(self, ref: Any, value: int) -> int:
@@ -71,11 +78,11 @@ class Driver:
     extra = ctypes.cast(params._obj.extra, ctypes.POINTER(ctypes.c_uint64))
     size = ctypes.cast(extra[3], ctypes.POINTER(ctypes.c_uint64))[0]
     args = ctypes.cast(extra[1], ctypes.POINTER(ctypes.c_uint64))[:size // 8]
-    return self.node(ref, Node(address(graph), name, [address(deps[i]) - 1 for i in range(n)], args))
+    return self.node(ref, Node(address(graph), name, [address(deps[i]) - 1 for i in range(n)], args, self.writes))
 
   def cuGraphAddMemcpyNode(self, ref: Any, graph: Any, deps: Any, n: int, params: Any, context: Any) -> int:
     args = [address(params._obj.dstDevice), address(params._obj.srcDevice)]
-    return self.node(ref, Node(address(graph), "copy", [address(deps[i]) - 1 for i in range(n)], args))
+    return self.node(ref, Node(address(graph), "copy", [address(deps[i]) - 1 for i in range(n)], args, self.writes))
 
   def node(self, ref: Any, made: Node) -> int:
     self.nodes.append(made)
@@ -174,6 +181,8 @@ def test_every_kernel_of_a_reply_waits_for_what_it_reads() -> None:
   seen = {kernel(n.name) for n in nodes}
   assert {"kv_write", "compress", "attend", "linear", "experts_up", "hc_pre", "route", "argmax"} <= {str(k) for k in seen}
   assert len(nodes) > 200 and unordered(nodes) == []
+  for node in nodes:
+    if own := kernel(node.name): assert node.writes == [i for i, w in enumerate(signatures()[own]) if w], node.name
 
 def test_without_lists_there_are_no_edges() -> None:
   """The trap that the lists are for; if tinygrad finds them by itself one day, this test goes, and so may they."""

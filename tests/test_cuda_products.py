@@ -26,7 +26,8 @@ Array = np.ndarray
 HERE = Path(__file__).resolve().parent
 BUDGET = HERE.parent / "scripts" / "records" / "product_budget.json"
 ROWS, FEW = (1, 2, 3, 4, 5, 6, 7, 8, 16), (1, 6)             # every number of rows is a kernel of its own, a second each
-pytestmark = pytest.mark.slow
+SLOW = pytest.mark.slow                                     # what has no mark is a shape or two of each kernel, 20 s in all
+def slow(*values: Any) -> Any: return pytest.param(*values, marks=SLOW)
 NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 
 # ------------------------------------------------------------------------------------------------ kernels without a GPU
@@ -139,9 +140,9 @@ def bf16(x: Array) -> Array:
   return ((u + 0x7fff + (u >> 16 & 1)) & np.uint32(0xffff0000)).view(np.float32)
 
 # ------------------------------------------------------------------------------------------------ products
-CASES = [("FP4", 128, 24, 1, True), ("FP4", 544, 50, 1, True), ("FP4", 1024, 17, 1, True), ("FP8", 384, 40, 1, True),
-         ("FP8", 128, 33, 2, False), ("FP8", 1296, 9, 1, True), ("FP8", 130, 9, 1, False), ("BF16", 96, 23, 1, True),
-         ("BF16", 264, 16, 2, True), ("BF16", 13, 5, 1, True), ("F32", 32, 19, 1, True), ("F32", 77, 6, 3, True)]
+CASES = [("FP4", 128, 24, 1, True), slow("FP4", 544, 50, 1, True), slow("FP4", 1024, 17, 1, True), slow("FP8", 384, 40, 1, True),
+         slow("FP8", 128, 33, 2, False), slow("FP8", 1296, 9, 1, True), ("FP8", 130, 9, 1, False), slow("BF16", 96, 23, 1, True),
+         slow("BF16", 264, 16, 2, True), ("BF16", 13, 5, 1, True), slow("F32", 32, 19, 1, True), ("F32", 77, 6, 3, True)]
 
 @pytest.mark.parametrize("kind, K, N, G, quantise", CASES)
 def test_linear(cuda: Any, kind: str, K: int, N: int, G: int, quantise: bool) -> None:
@@ -152,6 +153,7 @@ def test_linear(cuda: Any, kind: str, K: int, N: int, G: int, quantise: bool) ->
   for T in ROWS if K in (1024, 384) else FEW: assert linear(cuda, x[:T], w, G, quantise).tobytes() == full[:T].tobytes(), T
   assert linear(cuda, x[:3], w, G, quantise, rounded=True).tobytes() == bf16(full[:3]).tobytes()
 
+@SLOW
 @pytest.mark.parametrize("kind, K, scales", [("FP4", 256, (1, 5)), ("FP4", 256, (250, 255)), ("FP8", 256, (1, 5)), ("FP8", 256, (238, 246)),
                                              ("FP4", 160, (1, 255)), ("FP8", 256, (1, 2)), ("FP4", 128, (254, 255))])
 def test_scales_at_the_ends(cuda: Any, kind: str, K: int, scales: tuple[int, int]) -> None:
@@ -174,6 +176,7 @@ def test_every_code(cuda: Any, kind: str) -> None:
   got = linear(cuda, np.eye(K, dtype=np.float32), w).T
   assert (got == want).all()
 
+@SLOW
 def test_a_sick_row_keeps_to_itself(cuda: Any) -> None:
   for kind, K in (("FP4", 256), ("BF16", 96), ("F32", 32)):
     x, w = normal(1, 8, K), stored(2, kind, 20, K)
@@ -196,7 +199,7 @@ def expert_data(kind: str, shared: str, T: int, D: int, E: int, I: int, J: int, 
           stored(4, shared, 2 * J, D, scales=(112, 116)), stored(5, shared, D, J, scales=(112, 116)), ids, weights)
 
 @pytest.mark.parametrize("kind, shared, D, E, I, J, k, w4a8", [
-  ("FP4", "FP8", 128, 5, 128, 256, 3, True), ("FP4", "FP8", 256, 3, 128, 128, 2, True), ("F32", "F32", 40, 4, 24, 16, 2, False),
+  slow("FP4", "FP8", 128, 5, 128, 256, 3, True), slow("FP4", "FP8", 256, 3, 128, 128, 2, True), slow("F32", "F32", 40, 4, 24, 16, 2, False),
   ("BF16", "BF16", 32, 9, 17, 24, 3, False)])
 def test_experts(cuda: Any, kind: str, shared: str, D: int, E: int, I: int, J: int, k: int, w4a8: bool) -> None:
   x, w13, w2, s13, s2, ids, weights = expert_data(kind, shared, 21, D, E, I, J, k)
@@ -209,6 +212,7 @@ def test_experts(cuda: Any, kind: str, shared: str, D: int, E: int, I: int, J: i
     some = experts(cuda, x[:T], w13, w2, s13, s2, ids[:T], weights[:T], limit, w4a8)
     assert some.tobytes() == full[:T].tobytes(), T
 
+@SLOW
 def test_block_scaled_experts(cuda: Any) -> None:
   """The variant for sm_120a, its mma in C."""
   D, E, I, J, k, T = 256, 5, 128, 128, 3, 21
@@ -235,6 +239,7 @@ def test_experts_of_one_device(cuda: Any) -> None:
     some = experts(cuda, x[:4], *w, ids[:4], weights[:4], 7.0, w4a8, first=2, rounded=False)
     assert some.tobytes() == got[:4].tobytes()
 
+@SLOW
 def test_all_rows_choose_one_expert(cuda: Any) -> None:
   x, w13, w2, s13, s2, ids, weights = expert_data("F32", "F32", 21, 40, 4, 24, 16, 2)
   ids = np.full_like(ids, 3)                               # twice the same, too
@@ -243,7 +248,7 @@ def test_all_rows_choose_one_expert(cuda: Any) -> None:
   want = twin_experts(x, (w13, w2, s13, s2), ids, weights, 9.0, False)
   assert (np.abs(full - want) <= 5e-6 * np.abs(want).max(1, keepdims=True)).all()
 
-@pytest.mark.parametrize("V, rank, half", [(67, 64, True), (130, 13, True), (70, 32, False), (5, 9, False)])
+@pytest.mark.parametrize("V, rank, half", [(67, 64, True), slow(130, 13, True), slow(70, 32, False), (5, 9, False)])
 def test_markov(cuda: Any, V: int, rank: int, half: bool) -> None:
   """One sequence, and three whose rows are the same bits."""
   base, w1, w2 = normal(1, 9, V), stored(2, "BF16" if half else "F32", V, rank), stored(3, "BF16" if half else "F32", V, rank)
@@ -318,6 +323,7 @@ def compiled(launch: cp.Launch, arch: str, folder: Path) -> dict[str, int]:
   return {"registers": int(re.search(r"Used (\d+) registers", text)[1]),  # type: ignore[index]
           "shared": int(shared[1]) if shared else 0, "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", text)))}
 
+@SLOW
 @NVCC
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 def test_budget(arch: str, tmp_path: Path) -> None:

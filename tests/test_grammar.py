@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import specgrad
 from specgrad.encoding import DSML, THINK_END
 from specgrad.grammar import Mask, Vocabulary, call_grammar, json_grammar
+from specgrad.reply import ReplyParser
 from specgrad.tokenizer import Tokenizer
 
 EOS = 1
@@ -141,12 +142,50 @@ def test_calls(vocabulary: Vocabulary) -> None:
            f'<{DSML}parameter name="city" string="true">a </b> <div> é</{DSML}parameter>\n'
            f"</{DSML}invoke>\n</{DSML}tool_calls>")
   assert (DSML in vocabulary.tokenizer.special_ids) == (vocabulary.tokenizer.n_vocab > 2048)
-  start = vocabulary.start(call_grammar(vocabulary.tokenizer, ["weather", "tides"]))
+  functions = [{"name": "sun"}, {"name": "weather"}, {"name": "tides"}]
+  start = vocabulary.start(call_grammar(vocabulary.tokenizer, functions, ["weather", "tides"]))
   assert takes(start.copy(), call(vocabulary, block))
   for text in ("Hello", "", block.replace("tides", "sun"), "Hm." + block): assert not takes(start.copy(), call(vocabulary, text)), text
-  either = vocabulary.start(json_grammar(PERSON, vocabulary.tokenizer))
+  either = vocabulary.start(call_grammar(vocabulary.tokenizer, functions, schema=PERSON))
   assert takes(either.copy(), call(vocabulary, block)) and takes(either.copy(), call(vocabulary, GOOD[0]))
   for text in ("Hello", f"{GOOD[0]}{block}", "\n\n"): assert not takes(either.copy(), call(vocabulary, text)), text
+
+STRICT = {"name": "book", "strict": True, "parameters": {
+  "type": "object", "required": ["city", "days", "kind", "who"], "additionalProperties": False, "properties": {
+    "city": {"type": "string", "description": "d"}, "days": {"type": "integer"}, "kind": {"enum": ["a", "ab"]},
+    "who": {"anyOf": [{"$ref": "#/$defs/who"}, {"type": "null"}]}}, "$defs": {"who": {"type": "array", "items": {"type": "string"}}}}}
+
+def test_strict_calls(vocabulary: Vocabulary) -> None:
+  """The whole block is held to the functions, texts stay free, and so is what is said before."""
+  def value(key: str, text: str, kind: str = "false") -> str:
+    return f'<{DSML}parameter name="{key}" string="{kind}">{text}</{DSML}parameter>'
+  lines = [value("city", 'a </b> </ "x"\n\né\n', "true"), value("days", "3"), value("kind", "ab", "true"), value("who", '["Olga"]')]
+  call_ = f'<{DSML}invoke name="book">\n' + "\n".join(lines) + f"\n</{DSML}invoke>"
+  none = f'<{DSML}invoke name="ping">\n\n</{DSML}invoke>'
+  wrap = lambda *calls: f"\n\n<{DSML}tool_calls>\n" + "\n".join(calls) + f"\n</{DSML}tool_calls>"
+  functions = [STRICT, {"name": "ping", "strict": True}, {"name": "loose"}]
+  start = vocabulary.start(call_grammar(vocabulary.tokenizer, functions))
+  loose = f'<{DSML}invoke name="loose">\nanything'
+  for text in ("Hello <b>\n\nthere.", "", "Let me see.\n\nNow." + wrap(call_, none, call_), wrap(none), wrap(call_), wrap(call_, loose)):
+    assert takes(start.copy(), call(vocabulary, text)), text
+    parsed = ReplyParser(False)
+    parsed.push(text)
+    assert bool(parsed.finish().problems) == ("loose" in text)
+  for a, b in ((">3<", ">three<"), ('"days"', '"day"'), (">ab<", ">b<"), ('["Olga"]', "[1]"), (lines[1] + "\n", ""), ('"book"', '"cook"'),
+               (f"</{DSML}invoke>", f"</{DSML}invoke> ")):
+    assert not takes(start.copy(), call(vocabulary, "x" + wrap(call_.replace(a, b)))), a
+  assert not takes(start.copy(), call(vocabulary, wrap(call_) + "more"))
+  forced = vocabulary.start(call_grammar(vocabulary.tokenizer, functions, ["ping"]))
+  assert takes(forced.copy(), call(vocabulary, wrap(none, call_)))
+  for text in ("Hello", wrap(call_, none)): assert not takes(forced.copy(), call(vocabulary, text))
+
+@pytest.mark.parametrize("parameters", [
+  {"type": "array"}, {"properties": {"a": {}}}, {"properties": {'a"': {}}, "required": ['a"']}, {"properties": 3},
+  {"properties": {"a": {"type": "strin"}}, "required": ["a"]}, {"properties": {"a": 3}, "required": ["a"]}])
+def test_strict_functions_that_are_refused(parameters: Any) -> None:
+  function = {"name": "f", "strict": True, "parameters": parameters}
+  with pytest.raises(ValueError) as error: DEMO.start(call_grammar(DEMO.tokenizer, [function]))
+  assert "\n" not in str(error.value)
 
 def test_a_grammar_that_fails_ends_the_reply() -> None:
   """It never raises: the thread that runs the model asks for rows."""

@@ -3,7 +3,6 @@ demonstration checkpoint."""
 import http.client
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
@@ -18,17 +17,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import openai
+import pydantic  # comes with openai
 import pytest
-import standin  # noqa: F401  takes the place of specgrad.batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import specgrad
-from specgrad import batch, connection
+from specgrad import connection
+from specgrad.batch import Batch, Full
 from specgrad.connection import Server, bind
 from specgrad.encoding import EOS, THINK_END
-from specgrad.engine import Sampling, Stats
+from specgrad.engine import Block, Sampling, Stats, TokenLogprobs
 from specgrad.prompt import encode_chat
 from specgrad.serve import App, log, read_key, serve
 from specgrad.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ class Job:
 
   def cancel(self) -> None: self.cancelled.set()
 
-  def __iter__(self) -> Iterator[batch.Block]:
+  def __iter__(self) -> Iterator[Block]:
     try:
       for block in self.blocks:
         while self.gate and not self.gate.acquire(timeout=0.01) and not self.cancelled.is_set(): pass
@@ -60,7 +60,7 @@ class Job:
         self.stats.steps += 1
         self.stats.drafted = [n + 1 for n in self.stats.drafted or [0] * k]
         self.stats.accepted = [n + (len(ids) > i + 1) for i, n in enumerate(self.stats.accepted or [0] * k)]
-        yield batch.Block(ids, [batch.TokenLogprobs(-float(i), [(i, -float(i)), (i + 1, -float("inf"))]) for i in ids])
+        yield Block(ids, [TokenLogprobs(-float(i), [(i, -float(i)), (i + 1, -float("inf"))]) for i in ids])
       self.stats.finish_reason = self.reason
     finally: self.over.set()
 
@@ -76,6 +76,7 @@ class Script:
   """A batch that says what it is told to, and keeps what it was asked."""
   def __init__(self) -> None:
     self.blocks: Iterable[Any] = []
+    self.later: Iterable[Any] | None = None                  # of all sequences but the first
     self.reason, self.gate, self.room = "stop", None, 1000
     self.jobs: list[Job] = []
     self.asked: list[SimpleNamespace] = []
@@ -83,17 +84,18 @@ class Script:
     self.death: Exception | None = None
 
   def say(self, blocks: Iterable[Any], reason: str = "stop", gate: threading.Semaphore | None = None) -> None:
+    self.later = None
     self.blocks, self.reason, self.gate, self.jobs, self.asked, self.room = blocks, reason, gate, [], [], 1000
 
   @property
   def active(self) -> int: return sum(not job.over.is_set() for job in self.jobs)
-  waiting = 3
+  waiting = (None,) * 3
 
   def submit(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, **more: Any) -> Job:
-    if len(self.jobs) >= self.room: raise batch.Full
+    if len(self.jobs) >= self.room: raise Full
     if any(token >= 2048 for token, _ in sampling.logit_bias): raise ValueError("sampling: logit_bias of id 4000, want 0 to 2047")
     self.asked.append(SimpleNamespace(ids=list(ids), max_tokens=max_tokens, sampling=sampling, **more))
-    self.jobs.append(Job(self.blocks, self.reason, self.gate))
+    self.jobs.append(Job(self.blocks if not self.jobs or self.later is None else self.later, self.reason, self.gate))
     self.jobs[-1].stats.prompt_tokens, self.jobs[-1].stats.reused_tokens = len(ids), len(ids) // 2
     return self.jobs[-1]
 
@@ -249,7 +251,7 @@ def test_stop_strings_at_every_place_of_a_block(scripted: Running, path: str, st
     stop = SENTENCE[max(ends[place] - 2, 0):ends[place]]
     cut = SENTENCE.index(stop)
     last = next(i for i, end in enumerate(ends) if end >= cut + len(stop))
-    scripted.batch.say(blocks(SENTENCE, 6))
+    scripted.batch.say(itertools.chain(blocks(SENTENCE, 6), itertools.repeat([33])))  # it ends as it is cancelled, or never
     body = {"messages": HELLO} if path == CHAT else {"prompt": "x"}
     body |= {"stop": [stop, "nowhere"], "stream": stream, "logprobs": True if path == CHAT else 0, "max_tokens": last + 1}
     if stream:
@@ -266,7 +268,21 @@ def test_stop_strings_at_every_place_of_a_block(scripted: Running, path: str, st
     counted = [t for part in logprobs for t in part["content" if path == CHAT else "tokens"]]
     assert (text, reason, usage["completion_tokens"], len(counted)) == (SENTENCE[:cut], "stop", last + 1, last + 1), stop
     until(scripted.batch.jobs[0].over.is_set)
-    assert scripted.batch.jobs[0].cancelled.is_set()
+
+def test_a_sequence_that_stops_does_not_run_on(scripted: Running) -> None:
+  """While another one of the request does."""
+  gate = threading.Semaphore(0)
+  def other() -> Iterator[list[int]]:
+    gate.acquire()
+    yield [EOS_ID]
+  scripted.batch.say(itertools.chain(blocks(SENTENCE, 6), itertools.repeat([33])))
+  scripted.batch.later = other()
+  asking = threading.Thread(target=scripted.ask, args=("POST", CHAT, {"messages": HELLO, "n": 2, "stop": "42"}))
+  asking.start()
+  until(lambda: scripted.batch.jobs and scripted.batch.jobs[0].over.is_set())
+  assert not scripted.batch.jobs[1].over.is_set()
+  gate.release()
+  asking.join(20)
 
 def test_a_stop_string_is_one_that_begins_earlier(scripted: Running) -> None:
   """"43" starts like "42" did not: what was held back is shown."""
@@ -327,6 +343,21 @@ def test_tools(scripted: Running) -> None:
   asked = TOKENIZER.decode(scripted.batch.asked[0].ids)
   assert asked.index("<tool_result>rain</tool_result>") < asked.index("<tool_result>high</tool_result>")
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut(scripted: Running, stream: bool) -> None:
+  """Nothing that was said is lost: the whole calls are calls, the rest is text."""
+  for end, calls in ((CALLS.index("3</"), 0), (CALLS.index('"tides"'), 1)):
+    scripted.batch.say(blocks(CALLS[:end], 3, eos=False), reason="length")
+    if stream:
+      chunks = scripted.events(CHAT, messages=HELLO, tools=TOOLS)[:-1]
+      text, reason = texts(chunks), chunks[-1]["choices"][0]["finish_reason"]
+      found = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    else:
+      choice = scripted.ask("POST", CHAT, {"messages": HELLO, "tools": TOOLS})[1]["choices"][0]
+      text, reason, found = choice["message"]["content"], choice["finish_reason"], choice["message"].get("tool_calls", [])
+    assert (len(found), reason) == (calls, "length") and text.startswith("Let me look.") and text.endswith(CALLS[end - 9:end])
+  assert any("(" in line for line in scripted.lines)         # the log has the problem
+
 def test_streamed_tools(scripted: Running) -> None:
   scripted.batch.say(blocks(CALLS, 1))
   with scripted.client.chat.completions.stream(model="scripted", messages=HELLO, tools=TOOLS) as stream:
@@ -348,6 +379,26 @@ def test_tool_choice(scripted: Running) -> None:
     assert mask.rows(lead).any(1).all() and all(row[token] for row, token in zip(mask.rows(lead), lead))
     after = mask.rows(lead)[-1]
     assert {name for name in ("weather", "tides", "x") if after[TOKENIZER.encode(name)[0]]} == set(names)
+
+class Weather(pydantic.BaseModel):
+  city: str
+  days: int
+
+def test_models_of_pydantic(scripted: Running) -> None:
+  """As the client's own helper sends and reads them: strict, with the whole reply held to them."""
+  said = CALLS.replace("tides", "weather").replace('<｜DSML｜parameter name="city" string="true">Hel</｜DSML｜parameter>\n', "")
+  said = said[:said.rindex('\n<｜DSML｜invoke')] + "\n</｜DSML｜tool_calls>"
+  scripted.batch.say(blocks(said, 3))
+  tool = openai.pydantic_function_tool(Weather, name="weather")
+  reply = scripted.client.chat.completions.parse(model="scripted", messages=HELLO, tools=[tool])
+  calls = reply.choices[0].message.tool_calls
+  assert [call.function.parsed_arguments for call in calls] == [Weather(city='Łódź "x"', days=3)]
+  ids = TOKENIZER.encode(said)
+  assert all(row[token] for row, token in zip(scripted.batch.asked[0].mask.rows(ids), ids))
+  scripted.batch.say(blocks('{"city": "Hel", "days": 2}', 3))
+  parsed = scripted.client.chat.completions.parse(model="scripted", messages=HELLO, response_format=Weather).choices[0].message.parsed
+  assert parsed == Weather(city="Hel", days=2) and not scripted.batch.asked[0].mask.rows([])[0][EOS_ID]
+  assert "Answer as" in TOKENIZER.decode(scripted.batch.asked[0].ids)
 
 def test_several_choices(scripted: Running) -> None:
   reply = scripted.client.chat.completions.create(model="scripted", messages=HELLO, n=3, seed=2 ** 63 - 1)
@@ -385,8 +436,9 @@ def test_completions(scripted: Running) -> None:
   assert (scripted.batch.asked[0].max_tokens, scripted.batch.asked[0].sampling.temperature) == (50, 0.0)
   assert (reply.choices[0].text, reply.choices[0].finish_reason, reply.object) == (SENTENCE, "stop", "text_completion")
   scripted.batch.say(blocks(f"a{THINK_END}b", 3))            # a text is not taken apart
-  reply = scripted.client.completions.create(model="scripted", prompt=[[0, 5, 6], [7]], n=2)
+  reply = scripted.client.completions.create(model="scripted", prompt=[[0, 5, 6], [7]], n=2, seed=5)
   assert [choice.text for choice in reply.choices] == [f"a{THINK_END}b"] * 4 and [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+  assert [asked.sampling.seed for asked in scripted.batch.asked] == [5, 6, 5, 6]
   assert [asked.ids for asked in scripted.batch.asked] == [[0, 5, 6]] * 2 + [[7]] * 2 and reply.usage.prompt_tokens == 4
   text = "".join(chunk.choices[0].text for chunk in scripted.client.completions.create(model="scripted", prompt=[9], stream=True))
   assert text == f"a{THINK_END}b" and scripted.batch.asked[-1].ids == [9]
@@ -454,8 +506,9 @@ def deep(n: int) -> bytes: return b'{"messages":' + b"[" * n + b"]" * n + b"}"
   ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name='weather', want each name once"),
   ({"tools": [{"type": "function", "function": {"name": 'a">\n'}}]},
    r"tools\[0\].function.name='a\">\\n', want 1 to 64 letters, digits, underscores, dots and dashes"),
-  ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-   "tools[0].function.strict=True, want false or nothing: arguments are not held to the schema"),
+  ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1.5}}]}, "tools[0].function.strict=1.5, want true or false"),
+  ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {}}}}}]},
+   "tools: strict function f: parameters have to be an object that requires each of its properties"),
   ({"tool_choice": "required"}, "tool_choice='required', want it only with tools"),
   ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sun"}}},
    "tool_choice.function.name='sun', want the name of one of the tools"),
@@ -803,8 +856,8 @@ def test_any_bytes_get_an_answer(scripted: Running, data: bytes) -> None:
 # ---------------------------------------------------------------------------------------------- the demonstration checkpoint
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Running]:
-  model = specgrad.load()
-  server = Running(model, batch.Batch(model.engine, 16, 64), specgrad.demo_path())
+  model = specgrad.load(slots=16)
+  server = Running(model, Batch(model.engine, 64), specgrad.demo_path())
   yield server
   server.stop()
 
@@ -871,10 +924,8 @@ def test_curl(demo: Running) -> None:
 class Command:
   """The command in a process of its own."""
   def __init__(self, *flags: str):
-    script = "import sys, standin; from specgrad.run import main; sys.exit(main(sys.argv[1:]))"
-    env = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}"}
-    self.process = subprocess.Popen([sys.executable, "-c", script, "--serve", "0", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                    env=env, text=True)
+    command = [sys.executable, "-m", "specgrad.run", "--serve", "0", *flags]
+    self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[1], text=True)
     self.err = ""
     assert self.process.stderr is not None
     while not (found := re.search(r"http://127.0.0.1:(\d+)/v1 serves 'demo'", self.err)):
@@ -897,7 +948,7 @@ class Command:
 
 def test_signals() -> None:
   """The first lets the reply end and takes nothing new; exit code 0."""
-  server = Command("--draft", "none")
+  server = Command("--draft", "none", "--slots", "1")
   reply = server.stream(200)
   server.process.send_signal(signal.SIGTERM)
   text = reply.read().decode()
@@ -907,7 +958,7 @@ def test_signals() -> None:
   with pytest.raises(ConnectionRefusedError): socket.create_connection(("127.0.0.1", server.port))
 
 def test_a_second_signal_cancels() -> None:
-  server = Command("--draft", "none")
+  server = Command("--draft", "none", "--slots", "1")
   reply = server.stream(4000)
   server.process.send_signal(signal.SIGINT)
   until(lambda: server.process.stderr is not None and "shutting down" in server.process.stderr.readline())
@@ -919,14 +970,15 @@ def test_a_second_signal_cancels() -> None:
 
 @pytest.mark.parametrize("flags, error", [
   (("--serve", "70000"), "--serve=70000, want a port from 0 (any free one) to 65535"),
-  (("--serve", "0", "--slots", "0"), "--slots=0, want 1 to 256"),
+  (("--serve", "0", "--slots", "0"), "--slots=0, want 1 to "),
   (("--serve", "0", "--api-key", "/nowhere"), "--api-key='/nowhere': No such file or directory, want a file that holds the key"),
   (("--serve", "0", "--host", "no.such.host.invalid"), "--host='no.such.host.invalid' --serve=0: "),
+  (("--serve", "0", "--depth", "9"), "engine: depth=9, want 0 to 5 (the draft's block size)"),
   (("--serve", "0", "-p", "x"), "--serve: answers requests, want no -p and no --self-test beside it")])
 def test_mistakes_of_the_command(flags: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]) -> None:
   from specgrad import run
   assert run.main(flags) == 2
-  assert capsys.readouterr().err.startswith(f"specgrad: error: {error}")
+  assert capsys.readouterr().err.splitlines()[-1].startswith(f"specgrad: error: {error}")
 
 def test_a_taken_port_and_a_bad_key(tmp_path: Path) -> None:
   with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="Address already in use, want an address"):
