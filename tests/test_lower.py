@@ -118,6 +118,14 @@ def test_mistakes_end_in_one_line(small, capsys):
     out = capsys.readouterr()
     assert out.err.startswith("lower: error: ") and text in out.err and out.err.count("\n") == 1
 
+def test_the_exit_status_says_whether_all_limits_hold(small, monkeypatch, capsys):
+  for holds, status in ((True, 0), (False, 1)):
+    monkeypatch.setattr(lower, "lower", lambda *args, holds=holds: {"holds": holds})
+    assert lower.main(["--model", str(small), "--gpus", "1"]) == status
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["schema"], said["arch"], said["holds"]) == ("specgrad.lower/1", "sm_120", holds) and "--gpus 1" in said["command"]
+  assert lower.Limit("x", 900, 900).holds and not lower.Limit("x", 900.5, 900).holds
+
 # ------------------------------------------------------------------------------------------------ chains of copies
 def kernel(name: str, outs: tuple[int, ...], ins: tuple[int, ...], grid: tuple[int, int, int] = (1, 1, 1)) -> UOp:
   return UOp(Ops.PROGRAM, arg=ProgramInfo(name=name, global_size=grid, local_size=(32, 1, 1), globals=(), outs=outs, ins=ins))
