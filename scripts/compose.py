@@ -405,6 +405,7 @@ def draw(s: dict[str, Any], path: Path) -> list[str]:
   axes[1].set(xlim=(-2.1, 2.1), xlabel="rho: 0 errors add up, 1 aligned, -1 they cancel")
   axes[1].axvspan(-1, 1, color="grey", alpha=0.1, linewidth=0)
   axes[2].set(xlabel="chance of a first drafted token to stand:\nquantised draft - full one, on each target")
+  axes[2].locator_params(axis="x", nbins=5)
   for ax in axes:
     if ax is not axes[0]: ax.axvline(0, color="grey", linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(groups)), [n.replace("_", " ") for n in groups] if ax is axes[0] else [""] * len(groups))

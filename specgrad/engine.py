@@ -480,10 +480,12 @@ class Engine:
     return Run(ids, max_tokens, sampling, stats, plan, ignore_eos, mask, logprobs)
 
   def prefill(self, run: Run, slot: int = 0) -> Iterator[None]:
-    """The rows of a reply's prompt, chunk after chunk; what the slot holds already is kept. `advance` may follow the last."""
+    """The rows of a reply's prompt, a chunk each time, with a pause between two; what the slot holds already is kept. `advance` may
+    follow the end."""
     start = self.slot[slot].reusable(run.ids)
     run.slot, run.stats.reused_tokens = slot, start
-    for _ in self.feed(run.ids[:-1], start, slot=slot): yield
+    for _ in self.feed(run.ids[:-1], start, slot=slot):
+      if len(self.slot[slot].held) < len(run.ids) - 1: yield
     self.slot[slot].held = self.slot[slot].held[:len(run.ids) - 1]
 
   def arm(self, runs: Sequence[Run], lanes: Lanes, penalised: bool, spare: list[int]) -> None:

@@ -286,14 +286,23 @@ def test_a_slot_that_is_being_filled(models: Models, draft: str) -> None:
   batch = Batch(e)
   others = [b.submit(batch) for b in (ask(3, 60), ask(20, 60, temperature=1.0, seed=4), ask(12, 60))]
   until(batch, lambda: all(job.stats.steps for job in others))
-  job = a.submit(batch)
-  until(batch, lambda: len(e.slot[3].held) == 399)
-  assert job.run.slot == 3 and not job.stats.steps
-  for _ in range(2):
-    same(seen(e, 399, 3), want)
-    e.advance([j.run for j in others])                     # once more, when it is full
+  job, steps = a.submit(batch), [other.stats.steps for other in others]
+  until(batch, lambda: job.stats.steps == 1)
+  assert job.run.slot == 3 and [other.stats.steps for other in others] == [n + 4 for n in steps]
+  same(seen(e, 399, 3), want)                              # its own first step went behind that
   until(batch, lambda: bool(job.stats.finish_reason))
   assert [t for b in job for t in b.ids] == models.alone(draft, a)[0]
+  worked(batch, [])
+
+def test_a_short_prompt_speaks_at_once(models: Models) -> None:
+  """A chunk, or nothing to compute, and the first step follow in one go; the next prompt waits for that."""
+  e = models("auto", 4).engine
+  e.reset()
+  batch = Batch(e)
+  jobs = [a.submit(batch) for a in (ask(20, 9, 1), ask(1, 9, 2), ask(129, 9, 3), ask(130, 9, 4))]
+  for steps in ([1, 0, 0, 0], [2, 1, 0, 0], [3, 2, 1, 0], [4, 3, 2, 0], [5, 4, 3, 1]):
+    batch.work()
+    assert [job.stats.steps for job in jobs] == steps
   worked(batch, [])
 
 def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_step(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,6 +525,19 @@ def test_threads(models: Models) -> None:
   assert not engine.is_alive()
   emptied(batch)
 
+def test_a_warm_batch_captures_nothing(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+  """As a server begins: afterwards no request of the usual kinds waits for a graph, and nothing of the warming is left."""
+  e, events = models("auto", 4).engine, list[str]()
+  e.graphs.clear()
+  batch = Batch(e)
+  batch.warm()
+  emptied(batch)
+  assert all(not slot.held for slot in e.slot)
+  monkeypatch.setattr(e, "progress", lambda stage, done, total: events.append(stage))
+  jobs = [a.submit(batch) for a in (ask(3, 9), ask(8, 30), ask(2, 12, temperature=1.0, seed=3), ask(5, 20), ask(6, 2))]
+  assert worked(batch, jobs)[2] == models.alone("auto", ask(2, 12, temperature=1.0, seed=3))[0]
+  assert "prefill" in events and "compile" not in events
+
 def test_an_idle_engine_waits_and_wakes(models: Models) -> None:
   """It does not spin where there is nothing to do, and a request or the end wakes it."""
   batch, rounds = Batch(models("auto", 2).engine), []
@@ -661,11 +683,11 @@ def test_no_mask_is_not_a_mask(models: Models) -> None:
 
 # ------------------------------------------------------------------------------------------------ what a step is
 def test_graphs_are_few_and_hold_no_view(models: Models, found_views: list[str]) -> None:
-  """Of all that ran in this module. A step is captured for 1, 4 and 16 sequences, or as many as there are slots."""
+  """Of all that ran in this module. A step is captured for 1, 4, 8 and 16 sequences, or as many as there are slots."""
   names, found = {"step", "propose", "settle"}, set[str]()
   for (_, slots), m in models.loaded.items():
     keys = [key for key in m.engine.graphs if key[0] in names]
-    assert {key[2] for key in keys} <= {n for n in (1, 4, 16) if n <= slots} | {slots}
+    assert {key[2] for key in keys} <= {n for n in (1, 4, 8, 16) if n <= slots} | {slots}
     found |= {key[0] for key in keys}
   assert found == names and found_views == []
 

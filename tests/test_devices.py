@@ -204,15 +204,15 @@ def taken(before: list[int]) -> list[int]: return [b - a for a, b in zip(before,
 
 @pytest.mark.parametrize("which", ["demo", "dspark_w16"])
 def test_weights_are_what_was_planned(which: str, shared: Path) -> None:
-  """From tinygrad's own counters, on each device; and little more than half of what one device takes."""
+  """From tinygrad's own counters, on each device. Three experts can't be halved: the plan speaks of who has more."""
   c = Checkpoint.open(demo_path() if which == "demo" else shared / "golden" / which / "ckpt")
   before = used()
   weights = dict(stream(c, PAIR, prefix=TARGET + DRAFT, packed=True))
   mine = taken(before)
-  for size in mine: assert size == pytest.approx(plan(c, 2).weights, rel=0.02)
+  assert max(mine) == pytest.approx(plan(c, 2).weights, rel=0.02) and sum(mine) < 1.6 * plan(c, 1).weights
+  assert (abs(mine[0] - mine[1]) < 64) == (c.config.n_routed_experts % 2 == 0)
   del weights
   assert taken(before) == [0, 0]
-  assert mine[0] == mine[1]
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_cache_is_what_was_planned(slots: int) -> None:

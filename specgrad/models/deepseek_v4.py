@@ -18,7 +18,7 @@ from tinygrad.dtype import DType
 
 from specgrad.config import Config
 from specgrad.models.rope import frequencies
-from specgrad.quant import Each, deliver, everyone, lift, on, operations, realize
+from specgrad.quant import Each, deliver, everyone, flat, lift, on, operations, realize
 from specgrad.quant.twin import key_bytes, rnd, row_bytes
 
 MAX_ROWS = 128                                             # rows of the longest chunk: the rings leave room for one
@@ -37,8 +37,11 @@ def on_all(devices: Devices, make: Callable[[str], Tensor]) -> Any:
 def table(values: list[float], device: str) -> Tensor: return Tensor(values, dtype=dtypes.float32, device=device).realize()
 
 def buffer(devices: Devices, *shape: int, dtype: DType = dtypes.float32) -> Any:
-  """Uninitialised on purpose: what no position has written is never looked at."""
-  return on_all(devices, lambda d: Tensor.empty(*shape, dtype=dtype, device=d).realize())
+  """Uninitialised on purpose: what no position has written is never looked at. But allocated, so that what does not fit fails at
+  load and not in the middle of a prompt."""
+  made = on_all(devices, lambda d: Tensor.empty(*shape, dtype=dtype, device=d).realize())
+  for t in flat((made,)): t._buffer().ensure_allocated()
+  return made
 
 def rows(devices: Devices, slots: int, n: int, config: Config, w4a8: bool) -> Any:
   """n cached rows of the attention for each slot: float32, or the bytes of encode_rows."""
