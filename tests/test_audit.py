@@ -121,62 +121,6 @@ def test_shards_are_judged_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[
   assert audit.main(["--merge", str(files[0])]) == 2
   assert "L3: shard 2/2 is missing" in capsys.readouterr().err
 
-# ------------------------------------------------------------------------------------------------ shards
-def test_shards_are_judged_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-  """10,000 tokens in a set of chance 1/2, 51.5 % of them inside: neither half shows it, both together do."""
-  half = lambda n, inside: {"sums": {"code: draft above target": [n, inside - n / 2, n / 4]}, "tokens": {"code": n},
-                            "first": {"code": [inside, n / 2, n / 4]}}
-  four = lambda differ: {"width": 3, "prompts": 1, "tokens": 5, "penalised": 0, "differ": differ, "one_row": 1, "margins": [.1], "coupled": 0}
-  one, two = audit.judge3([half(5000, 2590)]), audit.judge3([half(5000, 2590)])
-  both = audit.judge3([one["raw"], two["raw"]])
-  assert one["passed"] and two["passed"] and not both["passed"] and both["raw"]["tokens"] == {"code": 10000}
-  assert both["shifts"]["code: draft above target"]["z"] == pytest.approx(180 / 50)
-  assert both["shifts"]["code: draft above target"]["shift"] == pytest.approx(.018)
-  four1, four2 = audit.judge4([four([])]), audit.judge4([four(["code 1"])])
-  assert four1["passed"] and not audit.judge4([four1["raw"], four2["raw"]])["passed"]
-  head = {"schema": audit.SCHEMA, "model": "toy", "draft": "d", "depth": 2, "numerics": "n", "device": "CPU", "verifiers": [],
-          "alpha": 1e-3, "date": "", "command": ""}
-  fine = {"passed": True, "size": "", "found": "", "seconds": 1.0, "bound_tv": .1}
-  rows = [[{"level": n, "shard": "1/2", **fine} for n in ("L0", "L1", "L2", "L5")] +
-          [{"level": "L3", "shard": "1/2", "seconds": 1.0, **audit.judge3([half(5000, 2500)])}, {"level": "L4", "shard": "1/2", "seconds": 1.0, **four1}],
-          [{"level": "L3", "shard": "2/2", "seconds": 2.0, **audit.judge3([half(5000, 2500)])}, {"level": "L4", "shard": "2/2", "seconds": 2.0, **four1}]]
-  files = [tmp_path / f"{i}.jsonl" for i in (1, 2)]
-  for i, file in enumerate(files):
-    file.write_text("".join(json.dumps(x) + "\n" for x in [{**head, "shard": f"{i + 1}/2"}, *rows[i]]))
-  assert audit.main(["--merge", *map(str, files)]) == 0
-  levels = json.loads(capsys.readouterr().out.splitlines()[-1])["levels"]
-  assert levels["L4"]["raw"]["tokens"] == 10 and levels["L3"]["seconds"] == 3
-  assert audit.main(["--merge", str(files[0])]) == 2
-  assert "L3: shard 2/2 is missing" in capsys.readouterr().err
-
-# ------------------------------------------------------------------------------------------------ shards
-def test_shards_are_judged_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-  """10,000 tokens in a set of chance 1/2, 51.5 % of them inside: neither half shows it, both together do."""
-  half = lambda n, inside: {"sums": {"code: draft above target": [n, inside - n / 2, n / 4]}, "tokens": {"code": n},
-                            "first": {"code": [inside, n / 2, n / 4]}}
-  four = lambda differ: {"width": 3, "prompts": 1, "tokens": 5, "penalised": 0, "differ": differ, "one_row": 1, "margins": [.1], "coupled": 0}
-  one, two = audit.judge3([half(5000, 2590)]), audit.judge3([half(5000, 2590)])
-  both = audit.judge3([one["raw"], two["raw"]])
-  assert one["passed"] and two["passed"] and not both["passed"] and both["raw"]["tokens"] == {"code": 10000}
-  assert both["shifts"]["code: draft above target"]["z"] == pytest.approx(180 / 50)
-  assert both["shifts"]["code: draft above target"]["shift"] == pytest.approx(.018)
-  four1, four2 = audit.judge4([four([])]), audit.judge4([four(["code 1"])])
-  assert four1["passed"] and not audit.judge4([four1["raw"], four2["raw"]])["passed"]
-  head = {"schema": audit.SCHEMA, "model": "toy", "draft": "d", "depth": 2, "numerics": "n", "device": "CPU", "verifiers": [],
-          "alpha": 1e-3, "date": "", "command": ""}
-  fine = {"passed": True, "size": "", "found": "", "seconds": 1.0, "bound_tv": .1}
-  rows = [[{"level": n, "shard": "1/2", **fine} for n in ("L0", "L1", "L2", "L5")] +
-          [{"level": "L3", "shard": "1/2", "seconds": 1.0, **audit.judge3([half(5000, 2500)])}, {"level": "L4", "shard": "1/2", "seconds": 1.0, **four1}],
-          [{"level": "L3", "shard": "2/2", "seconds": 2.0, **audit.judge3([half(5000, 2500)])}, {"level": "L4", "shard": "2/2", "seconds": 2.0, **four1}]]
-  files = [tmp_path / f"{i}.jsonl" for i in (1, 2)]
-  for i, file in enumerate(files):
-    file.write_text("".join(json.dumps(x) + "\n" for x in [{**head, "shard": f"{i + 1}/2"}, *rows[i]]))
-  assert audit.main(["--merge", *map(str, files)]) == 0
-  levels = json.loads(capsys.readouterr().out.splitlines()[-1])["levels"]
-  assert levels["L4"]["raw"]["tokens"] == 10 and levels["L3"]["seconds"] == 3
-  assert audit.main(["--merge", str(files[0])]) == 2
-  assert "L3: shard 2/2 is missing" in capsys.readouterr().err
-
 # ------------------------------------------------------------------------------------------------ verdicts
 def test_verdicts() -> None:
   levels = {name: {"passed": True} for name in audit.LEVELS}
@@ -202,24 +146,6 @@ def test_an_audit_of_a_pair(shared: Path, tmp_path: Path, monkeypatch: pytest.Mo
   assert {n: x["passed"] for n, x in result["levels"].items()} == {n: n != "L5" for n in audit.LEVELS}
   assert all(found["L0"] for n, found in result["levels"]["L5"]["caught"].items() if n in audit.WRONG_RULES)
   assert result["levels"]["L3"]["bound_shift"] > .1 and "not shown" in said
-
-  assert result["levels"]["L4"]["raw"]["penalised"] == 16 and "16 of them with penalties" in said
-
-  part = tmp_path / "2.jsonl"
-  assert audit.main([*flags[:-1], str(part), "--shard", "2/2"]) == 0  # nothing failed, and nothing is shown
-  shard = json.loads(capsys.readouterr().out.splitlines()[-1])
-  assert shard["verdict"] is None and [x["level"] for x in shard["levels"]] == ["L3", "L4"]
-  assert audit.main(["--merge", str(part)]) == 2
-  assert "L0: shard 1/2 is missing" in capsys.readouterr().err
-
-  assert result["levels"]["L4"]["raw"]["penalised"] == 16 and "16 of them with penalties" in said
-
-  part = tmp_path / "2.jsonl"
-  assert audit.main([*flags[:-1], str(part), "--shard", "2/2"]) == 0  # nothing failed, and nothing is shown
-  shard = json.loads(capsys.readouterr().out.splitlines()[-1])
-  assert shard["verdict"] is None and [x["level"] for x in shard["levels"]] == ["L3", "L4"]
-  assert audit.main(["--merge", str(part)]) == 2
-  assert "L0: shard 1/2 is missing" in capsys.readouterr().err
 
   assert result["levels"]["L4"]["raw"]["penalised"] == 16 and "16 of them with penalties" in said
 
