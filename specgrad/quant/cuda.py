@@ -89,8 +89,7 @@ def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, ite
 
 def hc_post(z: Tensor | tuple[Tensor, ...], h: Tensor, post: Tensor, comb: Tensor, w4a8: bool = False) -> Tensor:
   (T, S, D), shares = h.shape, z if isinstance(z, tuple) else (z,)
-  per = _vec(D) * 64
-  ranks: dict[str, Any] = {"RANK": 0, "RANKS": len(shares)} if len(shares) > 1 else {}
+  per, ranks = _vec(D) * 64, dict[str, Any](RANK=0, RANKS=len(shares)) if len(shares) > 1 else {}
   return _run("hc_post", [_new(h, T, S, D)], [*shares, h, post, comb], (_parts(D, per), T), 64, S=S, D=D, W4A8=int(w4a8), **ranks)[0]
 
 def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc_eps: float, eps: float,
