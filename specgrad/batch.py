@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from specgrad.engine import Block, Engine, Mask, Run, Sampling, Stats
+from specgrad.engine import ROWS, Block, Engine, Mask, Run, Sampling, Stats
 
 class Full(Exception):
   """As many requests wait as may."""
@@ -94,9 +94,12 @@ class Batch:
   def warm(self) -> None:
     """Captures the steps of every size, greedy and drawn, and the prefill before them, so that no request waits for that. Before
     `run` and any request; forgets what the slots held."""
+    bos = self.engine.config.bos_token_id
+    for rows in ROWS:
+      for _ in self.engine.feed([bos] * min(rows, (self.engine.max_context or 0) - 1), 0): pass
     n = self.engine.slots                                  # they come one by one and stay until all are there
     for temperature in (0.0, 1.0):
-      jobs = [self.submit([self.engine.config.bos_token_id] * 2, (n + 1) * (self.engine.depth + 1), Sampling(temperature), ignore_eos=True)
+      jobs = [self.submit([bos] * 2, (n + 1) * (self.engine.depth + 1), Sampling(temperature), ignore_eos=True)
               for _ in range(n)]
       while self.waiting or self.slots: self.work()
       for job in jobs:

