@@ -546,8 +546,8 @@ class Engine:
     """One step of replies whose rows are in their slots -> what each goes on with; no ids for one whose step must be
     repeated without a draft. run.stats.finish_reason says which have ended, "error" one whose logits are not finite.
 
-    Their plans may differ in the rule (but not in coupled) and in what is in use of masks, penalties and logprobs: a step
-    does all that any of them needs."""
+    Their plans may differ in what is in use of masks, penalties and logprobs, of which a step does all that any of them needs,
+    and greedy ones go with those of any one other rule."""
     plan = joined([r.plan for r in runs])
     plan = replace(plan, context=self.bucket(max(r.pos for r in runs) + plan.width))
     parts = self.shared(runs, plan)
