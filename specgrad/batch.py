@@ -116,10 +116,9 @@ class Batch:
       while self.waiting and self.idle: self.admit(self.waiting.popleft())
     filling = next((j for j in self.slots.values() if j.filling), None)
     if filling and filling.filling and next(filling.filling, self) is self: filling.filling = None
-    groups: dict[tuple[int, int, bool], list[Job]] = {}    # steps of different size, or whose noise has another use, are apart
+    groups: dict[tuple[int, int], list[Job]] = {}          # steps of different size are apart: who drafts, and who does so no more
     for job in self.slots.values():
-      plan = job.run.plan
-      if not job.filling: groups.setdefault((plan.depth, plan.width, plan.rule == "coupled"), []).append(job)
+      if not job.filling: groups.setdefault((job.run.plan.depth, job.run.plan.width), []).append(job)
     for jobs in groups.values():
       for job, block in zip(jobs, self.engine.advance([j.run for j in jobs])):
         if block.ids: job.blocks.put(block)

@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -267,6 +268,7 @@ class Engine:
     self.lanes: dict[tuple[int, int], Lanes] = {}
     self.threads = len(os.sched_getaffinity(0)) if self.device.split(":")[0] == "CPU" and len(self.devices) == 1 else 1
     self.pool = ThreadPoolExecutor(self.threads)
+    self.reading = threading.Lock()                        # to tinygrad a copy is a graph, whose nodes are not for two threads at once
     self.graphs: dict[tuple[Any, ...], TinyJit] = {}
 
   def make(self, dtype: type, *shape: int) -> Any:
@@ -386,8 +388,9 @@ class Engine:
     return self.read(self.graph("step", build, plan, B, state.number), B)
 
   def read(self, results: Any, B: int) -> tuple[np.ndarray, np.ndarray | None]:
-    if not isinstance(results, tuple) or isinstance(results, Each): return on(0, results).numpy(), None
-    packed, logits = (on(0, x).numpy() for x in results)
+    with self.reading:
+      if not isinstance(results, tuple) or isinstance(results, Each): return on(0, results).numpy(), None
+      packed, logits = (on(0, x).numpy() for x in results)
     return packed, logits.reshape(B, -1, logits.shape[-1])
 
   def masked_step(self, plan: Plan, lanes: Lanes, runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -402,13 +405,13 @@ class Engine:
         realize(*out)
         return out
       proposal = self.graph("propose", build, plan, B, state.number)
-      drafted = on(0, proposal[0]).numpy().reshape(B, K)
+      with self.reading: drafted = np.maximum(on(0, proposal[0]).numpy().reshape(B, K), 0)       # -1 is none: see target_rows
     if (mask := lanes.masks.get(plan.width)) is None:
       mask = lanes.masks[plan.width] = self.make(np.bool_, B * plan.width, V)
     allowed = np.ones((B, plan.width, V), np.bool_)
     for i, r in enumerate(runs):
       if r.mask: allowed[i, :K + 1] = r.mask.rows(drafted[i].tolist())
-    put(mask, allowed)
+    with self.reading: put(mask, allowed)
     made = Draft(proposal[0], proposal[1] if len(proposal) > 1 else None) if proposal else None
     rest = functools.partial(settle, self.target, self.cache, self.draft, state, plan, made, mask)
     return self.read(self.graph("settle", rest, plan, B, state.number), B)
@@ -543,8 +546,8 @@ class Engine:
     """One step of replies whose rows are in their slots -> what each goes on with; no ids for one whose step must be
     repeated without a draft. run.stats.finish_reason says which have ended, "error" one whose logits are not finite.
 
-    Their plans may differ in the rule (but not in coupled) and in what is in use of masks, penalties and logprobs: a step
-    does all that any of them needs."""
+    Their plans may differ in what is in use of masks, penalties and logprobs, of which a step does all that any of them needs,
+    and greedy ones go with those of any one other rule."""
     plan = joined([r.plan for r in runs])
     plan = replace(plan, context=self.bucket(max(r.pos for r in runs) + plan.width))
     parts = self.shared(runs, plan)
@@ -566,7 +569,9 @@ class Engine:
           self.slot[r.slot] = Slot()                       # whatever is wrong may lie in the rows: nobody is to go on from them
         blocks.append(Block([], None))
         continue
-      self.slot[r.slot].held += [r.anchor, *block[:-1]]
+      held = self.slot[r.slot].held
+      held += [r.anchor, *block[:-1]]
+      del held[limit:]                                     # nobody goes on from rows past the end of the context
       ids = r.take(n, block, self.config.eos_token_id, limit)
       rows = None if r.logprobs is None or logits is None else [ranked(logits[i, j], t, r.logprobs) for j, t in enumerate(ids)]
       blocks.append(Block(ids, rows))

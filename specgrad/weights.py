@@ -22,6 +22,7 @@ DRAFT = ("mtp.",)
 MATRICES = ("linear", "expert")                            # kinds of expected_tensors that products are made with
 HALF = ("embed.weight", "head.weight", "gate.weight", "wkv_wgate.weight", "weights_proj.weight", "markov_w1.weight",
         "markov_w2.weight", "proj.weight")                 # matrices that are never quantised
+TOGETHER = ("experts.", "markov_head.")                    # matrices that one operation takes in one format
 READERS = 4                                                # threads that read ahead of the copies to the devices
 DTYPES: dict[Any, DType] = {np.dtype(np.uint8): dtypes.uint8, np.dtype(np.uint16): dtypes.uint16, np.dtype(np.float32): dtypes.float32,
                             np.dtype(np.int32): dtypes.int32}
@@ -112,7 +113,7 @@ def stream(checkpoint: Checkpoint, devices: str | Sequence[str], done: Callable[
   split = {held: place_of(names[0], expected[names[0]].role).split.axis if n > 1 else None for held, names in held_by.items()}
   parts = {held: [Part(axis, r, n) if axis in (0, 1) else Part() for r in range(n)] for held, axis in split.items()}
   matrices = {held for held, names in held_by.items() if packed and (expected[names[0]].kind in MATRICES or held.endswith(HALF))}
-  family = lambda held: held.rpartition(".w")[0] if "experts." in held else held           # those go together in one format
+  family = lambda held: next((held.partition(x)[0] for x in TOGETHER if x in held), held)
   for held in matrices:
     kinds.setdefault(family(held), set()).update(kind(checkpoint, name, p) for name in held_by[held] for p in parts[held])
   with ThreadPoolExecutor(READERS) as pool:

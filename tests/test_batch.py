@@ -461,6 +461,22 @@ def test_a_draft_that_is_sick_in_one_lane(models: Models) -> None:
     put(ring, held)
   assert worked(batch, jobs) == [models.alone("auto", a)[0] for a in asks]
 
+def test_a_mask_is_asked_about_tokens_alone(models: Models) -> None:
+  """What a sick draft proposes is none: a mask hears of the token that the target gets in its place."""
+  heard: list[int] = []
+  class Strict(Thirds):
+    def rows(self, drafted: Sequence[int]) -> Array: return (heard.extend(drafted), super().rows(drafted))[1]
+  e, a = models("auto", 4).engine, ask(20, 12, 2, masked=True)
+  e.reset()
+  batch = Batch(e)
+  job = batch.submit(a.ids, a.n, a.sampling, ignore_eos=True, mask=Strict(a.ids[-1]))
+  until(batch, lambda: job.stats.steps > 0)
+  assert isinstance(e.draft, DSpark) and len(set(heard)) > 1
+  for ring in e.draft.rings: put(ring, np.full(ring.shape, 255, np.uint8))
+  heard.clear()
+  assert worked(batch, [job]) == [models.alone("auto", a)[0]]
+  assert heard and set(heard) == {0}
+
 # ------------------------------------------------------------------------------------------------ many
 def test_two_hundred_of_everything(models: Models) -> None:
   """Submitted, cancelled and finished in a random order: no slot is lost, no byte either, and no reply says anything else than

@@ -31,6 +31,8 @@ from specgrad.checkpoint import (
   official_name,
 )
 from specgrad.config import Config, ConfigError
+from specgrad.quant.twin import Weight
+from specgrad.weights import stream
 
 SIZE = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "F64": 8}
 Tensor = tuple[str, list[int], bytes]  # dtype, shape, bytes
@@ -378,6 +380,23 @@ def test_each_weight_may_have_its_own_format(name, dtype, ckpt, files, config, t
   after = load_f32(changed, f"{name}.weight")
   if dtype != "F8_E4M3": assert (after == before).all()  # every e4m3 and e2m1 value with its scale is exact in these
   else: np.testing.assert_allclose(after, before, rtol=1 / 16, atol=2.0**-16)
+
+@pytest.mark.parametrize("name, dtype, alike", [
+  ("layers.1.ffn.experts.2.w2", "BF16", "layers.1.ffn.experts."),
+  ("layers.1.ffn.shared_experts.w2", "BF16", "layers.1.ffn.shared_experts."),
+  ("mtp.2.markov_head.markov_w2", "F32", "mtp.2.markov_head.")], ids=["routed", "shared", "markov"])
+def test_what_one_operation_takes_is_held_alike(name, dtype, alike, ckpt, files, config, tmp_path):
+  """Of a mixture of formats all becomes float32, and nothing else does."""
+  c = Checkpoint.open(ckpt)
+  want, file = load_f32(c, f"{name}.weight"), ONE if name.startswith("layers") else THREE
+  for part in ("weight", "scale"): files[file].pop(f"{name}.{part}", None)
+  files[file] |= stored_as(c, name, dtype)
+  changed = Checkpoint.open(write(tmp_path / "x", files, config))
+  was, now = (dict(stream(x, "CPU", prefix=(name[:8],), packed=True)) for x in (c, changed))
+  kinds = {held: ("F32" if held.startswith(alike) else w.kind, now[held].kind) for held, w in was.items() if isinstance(w, Weight)}
+  assert all(wanted == found for wanted, found in kinds.values()), kinds
+  found = now[alike + name.rpartition(".")[2] + ".weight"].data.numpy()
+  assert ((found[2] if found.ndim == 3 else found) == want).all()
 
 @pytest.mark.parametrize("dtype", ["U8", "F32"])
 def test_scales_may_be_bytes_or_powers_of_two(dtype, ckpt, files, config, tmp_path):
