@@ -92,18 +92,19 @@ class Batch:
       raise
 
   def warm(self) -> None:
-    """Captures the steps of every size, greedy and drawn, and the prefill before them, so that no request waits for that. Before
-    `run` and any request; forgets what the slots held."""
-    bos = self.engine.config.bos_token_id
-    for rows in ROWS:
-      for _ in self.engine.feed([bos] * min(rows, (self.engine.max_context or 0) - 1), 0): pass
+    """Captures the steps of every size, greedy and drawn, and the chunks of prompts, so that no request waits for that as long as
+    its context is short. Before `run` and any request; forgets what the slots held."""
     n = self.engine.slots                                  # they come one by one and stay until all are there
     for temperature in (0.0, 1.0):
-      jobs = [self.submit([bos] * 2, (n + 1) * (self.engine.depth + 1), Sampling(temperature), ignore_eos=True)
+      jobs = [self.submit([self.engine.config.bos_token_id], (n + 1) * (self.engine.depth + 1), Sampling(temperature), ignore_eos=True)
               for _ in range(n)]
       while self.waiting or self.slots: self.work()
       for job in jobs:
         for _ in job: pass
+    for rows in ROWS:
+      self.engine.reset()                                  # or else the rows would be reused
+      self.submit([self.engine.config.bos_token_id] * (min(rows, (self.engine.max_context or 0) - 2) + 1), 1, Sampling())
+      while self.waiting or self.slots: self.work()
     self.engine.reset()
 
   def work(self) -> None:

@@ -142,19 +142,24 @@ def encode(value: Any) -> bytes: return json.dumps(value, ensure_ascii=False, se
 def event(value: Any) -> bytes: return b"data: " + encode(value) + b"\n\n"
 
 class Server(uvicorn.Server):
-  """Ends in order: the first SIGINT or SIGTERM lets replies run to their end, a second one cancels them, a third waits for
-  nothing."""
+  """Ends in order: the first SIGINT or SIGTERM lets replies run to their end, and who comes meanwhile is told; a second one
+  cancels them, a third waits for nothing."""
   def __init__(self, app: Any, begin: Callable[[], None], drain: Callable[[], None], cancel: Callable[[], None]):
     """begin: called once it listens."""
     super().__init__(uvicorn.Config(
       app, http=Guard, ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False, server_header=False,
       proxy_headers=False, h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=60))
-    self.begin, self.steps, self.signals = begin, (drain, cancel), 0
+    self.begin, self.steps, self.signals, self.draining = begin, (drain, cancel), 0, False
 
   async def startup(self, sockets: list[socket.socket] | None = None) -> None:
     self.loop = asyncio.get_running_loop()
     await super().startup(sockets)
     self.begin()
+
+  async def on_tick(self, counter: int) -> bool:
+    """Ten times a second, whether to close: not while requests run."""
+    self.should_exit = self.should_exit or (self.draining and not self.server_state.tasks)
+    return await super().on_tick(counter)
 
   def handle_exit(self, sig: int, frame: FrameType | None) -> None:
     """A signal handler: takes no locks, and leaves the rest to the loop."""
@@ -162,7 +167,7 @@ class Server(uvicorn.Server):
     self.loop.call_soon_threadsafe(self.end, self.signals)
 
   def end(self, times: int) -> None:
-    self.should_exit = True
+    self.draining, self.should_exit = True, self.should_exit or times > 1
     if times <= len(self.steps): self.steps[times - 1]()
     if times == 2: self.loop.call_later(LAST_SECONDS, self.end, 3)
     if times > 2: self.force_exit = True

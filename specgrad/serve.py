@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import signal
 import sys
 import threading
 import time
@@ -208,6 +209,7 @@ def command(args: argparse.Namespace, load: Callable[[], Model]) -> None:
   key = None if args.api_key is None else read_key(Path(args.api_key))
   if not 1 <= args.slots <= LANES[-1]: raise ValueError(f"--slots={args.slots}, want 1 to {LANES[-1]}")
   with bind(args.host, args.serve) as socket:
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # until it listens, as Ctrl-C: what compiles ends with it
     model = load()
     assert model.tokenizer is not None
     check_tokens(model.tokenizer)

@@ -550,7 +550,8 @@ def test_a_warm_batch_captures_nothing(models: Models, monkeypatch: pytest.Monke
   emptied(batch)
   assert all(not slot.held for slot in e.slot)
   monkeypatch.setattr(e, "progress", lambda stage, done, total: events.append(stage))
-  jobs = [a.submit(batch) for a in (ask(3, 9), ask(8, 30), ask(2, 12, temperature=1.0, seed=3), ask(5, 20), ask(6, 2))]
+  jobs = [a.submit(batch) for a in (ask(3, 9), ask(8, 30), ask(2, 12, temperature=1.0, seed=3), ask(5, 20), ask(6, 2), ask(30, 4),
+                                    ask(300, 4))]
   assert worked(batch, jobs)[2] == models.alone("auto", ask(2, 12, temperature=1.0, seed=3))[0]
   assert "prefill" in events and "compile" not in events
 

@@ -3,6 +3,7 @@ demonstration checkpoint."""
 import http.client
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -927,12 +928,15 @@ class Command:
     command = [sys.executable, "-m", "specgrad.run", "--serve", "0", *flags]
     self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[1], text=True)
     self.err = ""
-    assert self.process.stderr is not None
-    while not (found := re.search(r"http://127.0.0.1:(\d+)/v1 serves 'demo'", self.err)):
-      line = self.process.stderr.readline()
-      assert line, self.err
-      self.err += line
+    while not (found := re.search(r"http://127.0.0.1:(\d+)/v1 serves 'demo'", self.err)): self.line()
     self.port = int(found[1])
+
+  def line(self) -> str:
+    assert self.process.stderr is not None
+    line = self.process.stderr.readline()
+    assert line, self.err
+    self.err += line
+    return line
 
   def end(self) -> tuple[int, str, str]:
     out, err = self.process.communicate(timeout=60)
@@ -946,11 +950,18 @@ class Command:
     while b"content" not in reply.readline(): pass
     return reply
 
+  def status(self, method: str, path: str, body: Any = None) -> int:
+    link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+    link.request(method, path, None if body is None else json.dumps(body), {"content-type": "application/json"})
+    return link.getresponse().status
+
 def test_signals() -> None:
   """The first lets the reply end and takes nothing new; exit code 0."""
   server = Command("--draft", "none", "--slots", "1")
-  reply = server.stream(200)
+  reply = server.stream(1000)
   server.process.send_signal(signal.SIGTERM)
+  while "shutting down" not in server.line(): pass
+  assert server.status("GET", "/health") == server.status("POST", TEXT, {"prompt": "x"}) == 503
   text = reply.read().decode()
   assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n")
   code, out, err = server.end()
@@ -961,12 +972,24 @@ def test_a_second_signal_cancels() -> None:
   server = Command("--draft", "none", "--slots", "1")
   reply = server.stream(4000)
   server.process.send_signal(signal.SIGINT)
-  until(lambda: server.process.stderr is not None and "shutting down" in server.process.stderr.readline())
+  while "shutting down" not in server.line(): pass
   server.process.send_signal(signal.SIGINT)
   text = reply.read().decode()
   assert "the server is shutting down, the reply was cancelled" in text and not text.endswith("[DONE]\n\n")
   code, out, err = server.end()
   assert (code, out) == (0, "") and "interrupted" in err and "Traceback" not in err
+
+def test_a_signal_while_it_compiles(tmp_path: Path) -> None:
+  """Ends it and what compiles for it, without a trace."""
+  command = [sys.executable, "-m", "specgrad.run", "--serve", "0"]
+  process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
+                             env=os.environ | {"CACHEDB": str(tmp_path / "kernels.db")})
+  try:
+    until(lambda: any(path.stat().st_size > 100_000 for path in tmp_path.iterdir()), 60)  # kernels come in
+    process.send_signal(signal.SIGTERM)
+    err = process.communicate(timeout=60)[1]
+  finally: process.kill()
+  assert "Traceback" not in err and err.splitlines()[-1:] == ["specgrad: interrupted"] and process.returncode == 130
 
 @pytest.mark.parametrize("flags, error", [
   (("--serve", "70000"), "--serve=70000, want a port from 0 (any free one) to 65535"),
