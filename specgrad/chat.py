@@ -348,7 +348,7 @@ class Chat:
     return {"numerics": self.model.numerics, "context": self.model.max_context, "draft": self.draft, "device": self.device}
 
   def do_save(self, rest: str) -> None:
-    state = self.model.engine.snapshot() if self.turns else {}
+    state = self.model.engine.snapshot(self.prompt(self.turns)) if self.turns else {}
     chat = {"turns": [asdict(turn) for turn in self.turns], "settings": asdict(self.settings), "seed": self.seed, "kind": self.kind()}
     with one_line(rest): written = session.save(rest, session.Saved(session.identity(self.model.engine.checkpoint), chat, state))
     self.screen.note(f"(saved {rest}: {self.holds()}, {size(written)} in {session.folder()})")

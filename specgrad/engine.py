@@ -324,15 +324,18 @@ class Engine:
     """Bytes of the caches, target and draft, as allocated on all devices."""
     return sum(int(tensor.nbytes()) for tensor, *_ in self.buffers().values())
 
-  def snapshot(self) -> dict[str, np.ndarray]:
-    """All that the processed tokens left in slot 0: "ids" int64 (n,), "written" int64 (1,), and the buffers' rows by name as
-    bytes, uint8 (rows, bytes of a row). Empty where nothing was processed."""
-    held = self.slot[0].held
-    if not (n := len(held)): return {}
-    out: dict[str, np.ndarray] = {"ids": np.array(held, np.int64), "written": np.array([self.slot[0].written], np.int64)}
+  def snapshot(self, ids: Sequence[int]) -> dict[str, np.ndarray]:
+    """All that a sequence which goes on from these ids can use of slot 0, and nothing of other ids: "ids" int64 (n,), "written"
+    int64 (1,), and the buffers' rows by name as bytes, uint8 (rows, bytes of a row). Empty where it can use nothing."""
+    slot = self.slot[0]
+    if not (n := slot.reusable([*ids, -1])): return {}     # -1: whatever comes next
+    out: dict[str, np.ndarray] = {"ids": np.array(slot.held[:n], np.int64), "written": np.array([max(slot.written, n)], np.int64)}
     for name, (tensor, needed) in self.buffers().items():
-      rows = np.frombuffer(tensor._buffer().as_memoryview(), np.uint8).reshape(*tensor.shape[:2], -1)[0]
-      out[name] = rows[:needed(n)]
+      rows = np.frombuffer(tensor._buffer().as_memoryview(), np.uint8).reshape(*tensor.shape[:2], -1)[0][:needed(n)].copy()
+      if needed(0):                                        # a ring: what later positions or earlier sequences left in it
+        kept = [p % len(rows) for p in range(max(0, int(out["written"][0]) - len(rows)), n)]
+        rows[np.setdiff1d(np.arange(len(rows)), kept)] = 0
+      out[name] = rows
     return out
 
   def restore(self, state: Mapping[str, np.ndarray]) -> None:
