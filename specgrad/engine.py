@@ -576,16 +576,17 @@ class Engine:
     return blocks
 
   def generate(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, stats: Stats, depth: int | None = None,
-               coupled: bool = False, fixed_width: int | None = None, ignore_eos: bool = False) -> Iterator[list[int]]:
-    """Yields the ids of each step until EOS, max_tokens or the end of the context; fills `stats` as it goes. A block may
+               coupled: bool = False, fixed_width: int | None = None, ignore_eos: bool = False,
+               logprobs: int | None = None) -> Iterator[Block]:
+    """Yields what each step gave until EOS, max_tokens or the end of the context; fills `stats` as it goes. A block may
     hold ids past the end of the text: the caller drops what comes after a stop of its own.
 
     Closing the iterator early is fine: the next call finds out by itself which rows it can reuse.
     Raises ValueError for a prompt that does not fit, ArithmeticError where the logits are not finite."""
-    run = self.begin(ids, max_tokens, sampling, stats, depth, coupled, fixed_width, ignore_eos)
+    run = self.begin(ids, max_tokens, sampling, stats, depth, coupled, fixed_width, ignore_eos, None, logprobs)
     for _ in self.prefill(run): pass
     while not stats.finish_reason:
-      if block := self.advance([run])[0].ids: yield block
+      if (block := self.advance([run])[0]).ids: yield block
     if run.error: raise ArithmeticError(run.error)
 
   def draft_block(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
@@ -614,7 +615,7 @@ class Engine:
     for depth in (self.depth, 0):
       self.reset()
       blocks = self.generate(prompt, room, Sampling(), Stats(), depth, fixed_width=self.depth + 1, ignore_eos=True)
-      runs.append([t for block in blocks for t in block])
+      runs.append([t for block in blocks for t in block.ids])
     self.reset()
     if (at := next((i for i, (a, b) in enumerate(zip(*runs)) if a != b), None)) is not None:
       raise ArithmeticError(f"self-test: token {at} is {runs[0][at]} with the draft, {runs[1][at]} without. Run with --draft none")
