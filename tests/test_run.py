@@ -99,8 +99,9 @@ def test_a_full_disk_is_one_line() -> None:
   (("-p", "a", "--max-tokens", "0"), b"", "sampling: max_tokens=0, want at least 1"),
   (("-p", "a", "--think", "hot"), b"", "argument --think: invalid choice: 'hot' (choose from 'off', 'low', 'high', 'max'). --help "
                                        "lists the flags"),
-  (("-p", "a", "--think", "max"), b"", f"{specgrad.demo_path()}/encoding/*.py: REASONING_EFFORT_PROMPTS=missing, want its text for "
-                                       "effort max. It comes with the checkpoint, in the folder encoding."),
+  (("-p", "a", "--think", "max", "--devices", "FOO"), b"",  # before the load
+   f"{specgrad.demo_path()}/encoding/*.py: REASONING_EFFORT_PROMPTS=missing, want its text for effort max. It comes with the "
+   "checkpoint, in the folder encoding."),
   (("-p", "a", "--think", "max", "--model", "/nowhere"), b"", "/nowhere: no such directory, want the folder of a checkpoint"),
   (("--serve", "--temperature", "0", "--system", "x", "--top-k=0", "-p", "a"), b"",
    "--serve: -p, --system, --temperature, --top-k beside it, want none of them. Each request has its own prompt and settings"),

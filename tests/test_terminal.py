@@ -81,7 +81,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
       found += char
     return found[:-1]
   monkeypatch.setattr(made, "line", line)
-  yield types.SimpleNamespace(read=made.read, entry=made.entry, slave=slave, master=master, send=lambda text: os.write(master, text.encode()))
+  yield types.SimpleNamespace(read=made.read, slave=slave, master=master, send=lambda text: os.write(master, text.encode()))
   os.close(master)
   sys.stdin.close()
 
