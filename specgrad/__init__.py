@@ -4,10 +4,14 @@ Importing the package settles tinygrad's compiler and caches, which must happen 
 missing compiler is no error yet: the config, the plan and `--help` work without one, and prepare() names it later.
 `load`, `Model`, `Reply` and `demo_path` are the Python interface (api.py); they bring tinygrad in when first used.
 """
-import contextlib
 import os
 import signal
 import sys
+
+if sys.argv[:1] == ["-m"]:  # `python -m specgrad.run` begins here. Until it takes over, Ctrl-C leaves where no import can swallow it
+  signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"specgrad: interrupted\n"), os._exit(130)))
+
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from specgrad.toolchain import ToolchainError, prepare
@@ -18,12 +22,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Model", "Reply", "ToolchainError", "demo_path", "load", "prepare"]
 
-def leave(*_: object) -> None:
-  """Ctrl-C while nothing is open yet: no import can swallow this, and none ends in a trace."""
-  with contextlib.suppress(OSError): os.write(2, b"specgrad: interrupted\n")
-  os._exit(130)
-
-if sys.argv[:1] == ["-m"]: signal.signal(signal.SIGINT, leave)  # `python -m specgrad.run` is being started; it takes over when it is ready
 with contextlib.suppress(ToolchainError): prepare()
 
 def __getattr__(name: str) -> Any:

@@ -198,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # Python flushes both at exit, and would show a trace if nobody reads them
       try: stream.flush()
       except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    exec("")  # where Ctrl-C met an exec of source, such as tinygrad's, CPython would at its end die of it, unless another one ended well
   return code
 
 if __name__ == "__main__": sys.exit(main())

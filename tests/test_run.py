@@ -137,6 +137,20 @@ def test_an_interrupt_while_it_starts(where: str, tmp_path: Path) -> None:
   env = {"CC": str(tmp_path / "clang")} if where == "CC" else {"PYTHONPATH": str(tmp_path)}
   assert command("-p", "a", **env) == (130, "", "specgrad: interrupted\n")
 
+def test_an_interrupt_that_was_dealt_with_is_not_how_it_ends(tmp_path: Path) -> None:
+  """CPython remembers one that came during an exec of source, as tinygrad's compilations are."""
+  (tmp_path / "compiles.py").write_text("""
+import sys
+from specgrad import run
+def compiles(argv):
+  try: exec("raise KeyboardInterrupt")
+  except KeyboardInterrupt: pass
+run.run = compiles
+sys.exit(run.main())
+""")
+  done = subprocess.run([sys.executable, "-m", "compiles"], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+  assert done.returncode == 0
+
 def test_a_prompt_that_does_not_fit() -> None:
   code, out, err = command("-p", HELLO, "--max-context", "8")
   assert (code, out) == (2, "")
