@@ -4,6 +4,13 @@ Importing the package settles tinygrad's compiler and caches, which must happen 
 missing compiler is no error yet: the config, the plan and `--help` work without one, and prepare() names it later.
 `load`, `Model`, `Reply` and `demo_path` are the Python interface (api.py); they bring tinygrad in when first used.
 """
+import os
+import signal
+import sys
+
+if sys.argv[:1] == ["-m"]:  # `python -m specgrad.run` begins here. Until it takes over, Ctrl-C leaves where no import can swallow it
+  signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"specgrad: interrupted\n"), os._exit(130)))
+
 import contextlib
 from typing import TYPE_CHECKING, Any
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from specgrad.checkpoint import Checkpoint
 from specgrad.encoding import Encoding
-from specgrad.engine import Engine, Progress, Sampling, Stats
+from specgrad.engine import Engine, Progress, Sampling, Stats, TokenLogprobs
 from specgrad.tokenizer import StreamDecoder, Tokenizer
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class ReplyText:
 
 @dataclass
 class Stream:
-  """Iterates over (new ids, new text) as a reply grows; `reply` holds all of it so far. interrupt() ends it after the step
-  that is running."""
+  """Iterates over (new ids, new text) as a reply grows; `reply` holds all of it so far, `logprobs` an entry for each of its ids
+  if `top` alternatives were asked for. interrupt() ends it after the step that is running."""
   engine: Engine
   tokenizer: Tokenizer | None
   prompt: list[int]
@@ -75,7 +75,9 @@ class Stream:
   coupled: bool = False
   fixed_width: int | None = None
   ignore_eos: bool = False
+  top: int | None = None
   ids: list[int] = field(default_factory=list)
+  logprobs: list[TokenLogprobs] = field(default_factory=list)
   text: str = ""
   stats: Stats = field(default_factory=Stats)
   interrupted: bool = False
@@ -89,9 +91,10 @@ class Stream:
   def __iter__(self) -> Iterator[tuple[list[int], str]]:
     text = ReplyText(self.tokenizer, self.stop, None if self.ignore_eos else self.engine.config.eos_token_id)
     for block in self.engine.generate(self.prompt, self.max_tokens, self.sampling, self.stats, self.depth, self.coupled, self.fixed_width,
-                                      self.ignore_eos):
-      new, shown = text.push(block)
+                                      self.ignore_eos, self.top):
+      new, shown = text.push(block.ids)
       self.ids += new
+      self.logprobs += (block.logprobs or [])[:len(new)]
       self.stats.tokens = len(self.ids)
       if text.ended: self.stats.finish_reason = "stop"
       elif self.interrupted: self.stats.finish_reason = self.stats.finish_reason or "interrupted"
@@ -140,13 +143,14 @@ class Model:
 
   def stream(self, ids: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), depth: int | None = None, coupled: bool = False,
              fixed_width: int | None = None, ignore_eos: bool = False, logit_bias: Mapping[int, float] | None = None,
-             **sampling: Any) -> Stream:
-    """The iterator form of `generate`, with its arguments: yields (new ids, new text), keeps `reply`. Raises as `generate`."""
+             logprobs: int | None = None, **sampling: Any) -> Stream:
+    """The iterator form of `generate`, with its arguments: yields (new ids, new text), keeps `reply`. logprobs: how many likely
+    alternatives to name beside the log probability of each id, which `Stream.logprobs` then has. Raises as `generate`."""
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if stop and self.tokenizer is None: raise ValueError("generate: stop strings need a tokenizer, and this checkpoint has none")
     if "" in stop: raise ValueError("generate: stop='', want strings of at least one character")
     settings = Sampling(**sampling, logit_bias=tuple((logit_bias or {}).items()))
-    return Stream(self.engine, self.tokenizer, list(ids), max_tokens, settings, stop, depth, coupled, fixed_width, ignore_eos)
+    return Stream(self.engine, self.tokenizer, list(ids), max_tokens, settings, stop, depth, coupled, fixed_width, ignore_eos, logprobs)
 
   def generate(self, ids: Sequence[int], *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
                min_p: float = 0.0, seed: int | None = None, repetition_penalty: float = 1.0, presence_penalty: float = 0.0,

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specgrad import session
-from specgrad.prompt import THINK, THINK_END, encode_chat, split_reply
+from specgrad.prompt import encode_chat
+from specgrad.reply import Event, ReplyParser
 from specgrad.terminal import LARGEST, Bars, Keyboard, Screen, error_line
 
 if TYPE_CHECKING:
   from specgrad.api import Model, Stream
-  from specgrad.engine import Stats
+  from specgrad.engine import Stats, TokenLogprobs
 
 COMMANDS = {  # usage: what it does
   "/new": "starts over, with nothing of the chat kept",
@@ -93,26 +94,32 @@ class Turn:
 
 @dataclass
 class Reply:
-  """What a turn gave: its ids, EOS included, and the text as it was split."""
+  """What a turn gave: its ids, EOS included, the text in both parts, and logprobs of each id if they were asked for."""
   ids: list[int]
   reasoning: str
   content: str
   stats: Stats
+  logprobs: list[TokenLogprobs] | None
 
   def as_dict(self, model: str, seed: int, settings: Settings) -> dict[str, Any]:
     """For --json; nothing in it is made fit for a terminal."""
-    stats = self.stats                 # logprobs join here, as one list beside ids, when the engine yields them
+    stats = self.stats
+    entry = lambda token, logprob: {"id": token, "logprob": logprob}
+    logprobs = [entry(token, x.logprob) | {"top": [entry(*pair) for pair in x.top]} for token, x in zip(self.ids, self.logprobs or [])]
     rates = {name: getattr(stats, name) for name in ("tok_s", "steps_s", "tpot", "tokens_per_step", "acceptance_rate")}
-    return {"model": model, "text": self.content, "reasoning": self.reasoning, "ids": self.ids, "finish_reason": stats.finish_reason,
+    return {"model": model, "text": self.content, "reasoning": self.reasoning, "ids": self.ids,
+            **({} if self.logprobs is None else {"logprobs": logprobs}), "finish_reason": stats.finish_reason,
             "settings": asdict(settings) | {"seed": seed}, "statistics": asdict(stats) | rates}
 
 class Chat:
   """One conversation. A turn's ids are those of the turns before it and its own, so that it computes what is new and nothing
   else; only in thinking mode, where old reasoning leaves the prompt, the texts are encoded each time."""
   def __init__(self, model: Model, settings: Settings, screen: Screen, bars: Bars, *, name: str = "", device: str = "CPU",
-               draft: str = "auto", interactive: bool = True, silent: bool = False) -> None:
-    """silent: nothing of a reply is shown as it comes."""
+               draft: str = "auto", interactive: bool = True, silent: bool = False, logprobs: int | None = None) -> None:
+    """silent: nothing of a reply is shown as it comes. logprobs: how many alternatives replies have for each id, none: not even its own
+    log probability."""
     self.model, self.settings, self.screen, self.bars, self.interactive, self.silent = model, settings, screen, bars, interactive, silent
+    self.logprobs = logprobs
     self.name, self.device, self.draft = name, device, draft if model.depth else "none"
     self.keyboard: Keyboard | None = None
     self.stream: Stream | None = None     # the reply that is growing
@@ -178,47 +185,42 @@ class Chat:
     ids = self.prompt(self.turns, text)
     self.room(text, ids)
     before = len(self.prompt(self.turns)) if s.effort == "off" else 0
-    self.stream = stream = self.model.stream(ids, max_tokens=s.max_tokens, seed=self.seed, depth=s.depth, coupled=s.coupled, **s.sampling)
+    self.stream = stream = self.model.stream(ids, max_tokens=s.max_tokens, seed=self.seed, depth=s.depth, coupled=s.coupled,
+                                             logprobs=self.logprobs, **s.sampling)
     reply: list[int] = []
-    seen, shown = "", ("", "")
+    parser, shown = ReplyParser(s.effort != "off", tools=False), set[str]()
     try:
       if self.bars.stopping: raise KeyboardInterrupt
       for new, piece in stream:
-        reply, seen = reply + new, seen + piece
-        shown = self.show(seen, shown, final=False)
+        reply += new
+        self.show(parser.push(piece), shown)
     except KeyboardInterrupt:
       if not self.interactive: raise
       stream.stats.finish_reason = "interrupted"
     finally:
       self.stream = None
       self.bars.close()
-      reasoning, content = self.show(seen, shown, final=True)
+      said = parser.finish()
+      self.show(said.events, shown)
       screen.end_line()
     if not reply:
       screen.note("(stopped before the first token: the message is not part of the chat)")
       return None
     eos, later = self.model.config.eos_token_id, bool(self.turns)
     own = [] if s.effort != "off" else ids[before:] + reply + ([] if reply[-1] == eos else [eos])
-    self.turns.append(Turn(text, content, reasoning, own))
+    self.turns.append(Turn(text, said.content, said.reasoning, own))
     self.files = []
     self.replies.append(stream.stats)
-    self.report(stream.stats, later, content)
-    return Reply(reply, reasoning, content, stream.stats)
+    self.report(stream.stats, later, said.content)
+    return Reply(reply, said.reasoning, said.content, stream.stats, None if self.logprobs is None else stream.logprobs)
 
-  def show(self, text: str, shown: tuple[str, str], final: bool) -> tuple[str, str]:
-    """Writes what is new in (reasoning, content) of the reply so far, and returns what is then shown of both. What may
-    be the beginning of a tag waits."""
-    if not final and any(tag.startswith(text) for tag in (THINK, THINK_END)): return shown
-    reasoning, content = split_reply(text, self.settings.effort != "off")
-    if not final and not content:
-      held = next((n for n in range(len(THINK_END) - 1, 0, -1) if reasoning.endswith(THINK_END[:n])), 0)
-      reasoning = reasoning[:len(reasoning) - held]
-    if self.silent: return reasoning, content
-    if reasoning and not shown[0]: self.screen.note("(thinking)", dim=True)
-    self.screen.write(reasoning[len(shown[0]):], sys.stderr, dim=True)
-    if content and reasoning and not shown[1]: self.screen.note("(answer)", dim=True)
-    self.screen.write(content[len(shown[1]):], sys.stdout)
-    return reasoning, content
+  def show(self, events: Sequence[Event], shown: set[str]) -> None:
+    """Writes what is new of a reply. shown: the parts of it that have begun."""
+    for part, text in () if self.silent else events:
+      if part not in shown and (shown or part == "reasoning"):
+        self.screen.note("(thinking)" if part == "reasoning" else "(answer)", dim=True)
+      shown.add(part)
+      self.screen.write(text, sys.stderr if part == "reasoning" else sys.stdout, dim=part == "reasoning")
 
   def report(self, stats: Stats, later: bool, content: str) -> None:
     n = self.model.max_context
@@ -348,7 +350,7 @@ class Chat:
     return {"numerics": self.model.numerics, "context": self.model.max_context, "draft": self.draft, "device": self.device}
 
   def do_save(self, rest: str) -> None:
-    state = self.model.engine.snapshot() if self.turns else {}
+    state = self.model.engine.snapshot(self.prompt(self.turns)) if self.turns else {}
     chat = {"turns": [asdict(turn) for turn in self.turns], "settings": asdict(self.settings), "seed": self.seed, "kind": self.kind()}
     with one_line(rest): written = session.save(rest, session.Saved(session.identity(self.model.engine.checkpoint), chat, state))
     self.screen.note(f"(saved {rest}: {self.holds()}, {size(written)} in {session.folder()})")

@@ -326,15 +326,18 @@ class Engine:
     """Bytes of the caches, target and draft, as allocated on all devices."""
     return sum(int(tensor.nbytes()) for tensor, *_ in self.buffers().values())
 
-  def snapshot(self) -> dict[str, np.ndarray]:
-    """All that the processed tokens left in slot 0: "ids" int64 (n,), "written" int64 (1,), and the buffers' rows by name as
-    bytes, uint8 (rows, bytes of a row). Empty where nothing was processed."""
-    held = self.slot[0].held
-    if not (n := len(held)): return {}
-    out: dict[str, np.ndarray] = {"ids": np.array(held, np.int64), "written": np.array([self.slot[0].written], np.int64)}
+  def snapshot(self, ids: Sequence[int]) -> dict[str, np.ndarray]:
+    """All that a sequence which goes on from these ids can use of slot 0, and nothing of other ids: "ids" int64 (n,), "written"
+    int64 (1,), and the buffers' rows by name as bytes, uint8 (rows, bytes of a row). Empty where it can use nothing."""
+    slot = self.slot[0]
+    if not (n := slot.reusable([*ids, -1])): return {}     # -1: whatever comes next
+    out: dict[str, np.ndarray] = {"ids": np.array(slot.held[:n], np.int64), "written": np.array([max(slot.written, n)], np.int64)}
     for name, (tensor, needed) in self.buffers().items():
-      rows = np.frombuffer(tensor._buffer().as_memoryview(), np.uint8).reshape(*tensor.shape[:2], -1)[0]
-      out[name] = rows[:needed(n)]
+      rows = np.frombuffer(tensor._buffer().as_memoryview(), np.uint8).reshape(*tensor.shape[:2], -1)[0][:needed(n)].copy()
+      if needed(0):                                        # a ring: what later positions or earlier sequences left in it
+        kept = [p % len(rows) for p in range(max(0, int(out["written"][0]) - len(rows)), n)]
+        rows[np.setdiff1d(np.arange(len(rows)), kept)] = 0
+      out[name] = rows
     return out
 
   def restore(self, state: Mapping[str, np.ndarray]) -> None:
@@ -580,16 +583,17 @@ class Engine:
     return blocks
 
   def generate(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, stats: Stats, depth: int | None = None,
-               coupled: bool = False, fixed_width: int | None = None, ignore_eos: bool = False) -> Iterator[list[int]]:
-    """Yields the ids of each step until EOS, max_tokens or the end of the context; fills `stats` as it goes. A block may
+               coupled: bool = False, fixed_width: int | None = None, ignore_eos: bool = False,
+               logprobs: int | None = None) -> Iterator[Block]:
+    """Yields what each step gave until EOS, max_tokens or the end of the context; fills `stats` as it goes. A block may
     hold ids past the end of the text: the caller drops what comes after a stop of its own.
 
     Closing the iterator early is fine: the next call finds out by itself which rows it can reuse.
     Raises ValueError for a prompt that does not fit, ArithmeticError where the logits are not finite."""
-    run = self.begin(ids, max_tokens, sampling, stats, depth, coupled, fixed_width, ignore_eos)
+    run = self.begin(ids, max_tokens, sampling, stats, depth, coupled, fixed_width, ignore_eos, None, logprobs)
     for _ in self.prefill(run): pass
     while not stats.finish_reason:
-      if block := self.advance([run])[0].ids: yield block
+      if (block := self.advance([run])[0]).ids: yield block
     if run.error: raise ArithmeticError(run.error)
 
   def draft_block(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
@@ -618,7 +622,7 @@ class Engine:
     for depth in (self.depth, 0):
       self.reset()
       blocks = self.generate(prompt, room, Sampling(), Stats(), depth, fixed_width=self.depth + 1, ignore_eos=True)
-      runs.append([t for block in blocks for t in block])
+      runs.append([t for block in blocks for t in block.ids])
     self.reset()
     if (at := next((i for i, (a, b) in enumerate(zip(*runs)) if a != b), None)) is not None:
       raise ArithmeticError(f"self-test: token {at} is {runs[0][at]} with the draft, {runs[1][at]} without. Run with --draft none")

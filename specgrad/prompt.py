@@ -28,7 +28,6 @@ from specgrad.encoding import (
 )
 from specgrad.reply import Parsed as Parsed
 from specgrad.reply import ReplyParser as ReplyParser
-from specgrad.reply import split_reply as split_reply
 from specgrad.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
 
-from specgrad.encoding import DSML, EOS, THINK, THINK_END
+from specgrad.encoding import DSML, THINK, THINK_END
 
 _CALLS, _CALLS_END = f"<{DSML}tool_calls>", f"</{DSML}tool_calls>"
 _INVOKE, _INVOKE_END = f"<{DSML}invoke", f"</{DSML}invoke>"
@@ -30,31 +30,22 @@ class Parsed:
   problems: list[str] = field(default_factory=list)
   events: list[Event] = field(default_factory=list)
 
-def split_reply(text: str, thinking: bool) -> tuple[str, str]:
-  """A reply, complete or cut short -> (reasoning, content). Never raises. In thinking mode all is reasoning up to the
-  first </think>; without one the content is empty and the caller can say so. A reply that opens its own <think> is
-  split in either mode, a stray </think> at the start is dropped, everything from EOS on is cut off."""
-  text = text.partition(EOS)[0]
-  if text.startswith(THINK): text, thinking = text.removeprefix(THINK), True
-  if not thinking: return "", text.removeprefix(THINK_END)
-  reasoning, _, content = text.partition(THINK_END)
-  return reasoning, content
-
 class ReplyParser:
-  """Takes a reply apart while it grows: reasoning, content, tool calls. `thinking`: the prompt ended in <think>. The
-  text is the model's, without EOS, its control tokens as text.
+  """Takes a reply apart while it grows: reasoning, content, tool calls. `thinking`: the prompt ended in <think>; without
+  `tools` calls are text like any other. The text is the model's, without EOS, its control tokens as text.
 
   Nothing raises and nothing is lost: what does not parse as tool calls is text, of the part it stands in, and becomes a
   problem. Only tags that were understood, and blanks around calls, are left out. However the text is cut into pushes,
   the result is the same, and no event has a part of a tag that is understood later. Calls come whole, as only a whole
   one is known to be one."""
-  def __init__(self, thinking: bool) -> None:
+  def __init__(self, thinking: bool, tools: bool = True) -> None:
     self._buffer, self._at, self._final = "", 0, False  # what is before _at is dealt with
     self._texts: dict[Part, list[str]] = {"reasoning": [], "content": []}
     self._calls: list[dict[str, Any]] = []
     self._problems: dict[str, None] = {}  # in order, each once
     self._events: list[Event] = []
     self._gap: str | None = None
+    self._tools = tools
     self._steps = self._reply(thinking)
     next(self._steps)
 
@@ -85,7 +76,8 @@ class ReplyParser:
 
   # Each of these yields where it needs more text, and goes on once there is more, or no more to come.
   def _reply(self, thinking: bool) -> Steps[None]:
-    tag = yield from self._tag((THINK, *(() if thinking else (THINK_END,)), "\n\n" + _CALLS, _CALLS))
+    calls = ("\n\n" + _CALLS, _CALLS, _INVOKE) if self._tools else ()
+    tag = yield from self._tag((THINK, *(() if thinking else (THINK_END,)), *calls[:2]))
     if tag == THINK: thinking = True  # it opened its reasoning by itself
     part: Part = "reasoning" if thinking else "content"
     if tag.endswith(_CALLS):
@@ -93,13 +85,13 @@ class ReplyParser:
       yield from self._block(part, tag)
     while part == "reasoning":
       # here a block is one only as the prompt writes it: reasoning may speak of the tags
-      tag = yield from self._until((THINK_END, "\n\n" + _CALLS), lambda text: self._say("reasoning", text))
+      tag = yield from self._until((THINK_END, *calls[:1]), lambda text: self._say("reasoning", text))
       if tag == THINK_END: part, self._gap = "content", None
       elif not tag: return self._problem("no </think>: all of the text is reasoning")
       else:
         self._problem("tool calls before </think>")
         yield from self._block("reasoning", tag)
-    while tag := (yield from self._until(("\n\n" + _CALLS, _CALLS, _INVOKE), lambda text: self._say("content", text))):
+    while tag := (yield from self._until(calls, lambda text: self._say("content", text))):
       if tag == _INVOKE: self._problem("a call outside of tool_calls")
       yield from self._block("content", tag)
 
@@ -174,7 +166,7 @@ class ReplyParser:
   def _until(self, tags: Sequence[str], say: Callable[[str], None]) -> Steps[str]:
     """Says the text up to the first of the tags and takes that; "" where the text ends without. What may become a tag
     waits."""
-    first = re.compile("|".join(map(re.escape, tags)))
+    first = re.compile("|".join(map(re.escape, tags)) or "(?!)")  # without tags, nothing
     while True:
       match, end = first.search(self._buffer, self._at), len(self._buffer)
       if match: end = match.start()

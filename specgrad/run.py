@@ -1,14 +1,11 @@
 """The command `python -m specgrad.run`: flags, one question or a chat (chat.py), errors in one line. Knows no tensors."""
 from __future__ import annotations
 
-import signal
-
-if __name__ == "__main__": signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run`, there is nothing that wants to be told
-
 import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import specgrad
 from specgrad.chat import EFFORTS, NUMBERS, Chat, Settings
+from specgrad.encoding import Encoding
 from specgrad.plan import report
 from specgrad.prompt import check_tokens
 from specgrad.terminal import Bars, Screen, error_line
@@ -25,6 +23,9 @@ from specgrad.terminal import Bars, Screen, error_line
 if TYPE_CHECKING:
   from specgrad.api import Model
   from specgrad.engine import Progress
+
+NOT_SERVED = {"-p": "prompt", "--self-test": "self_test", "--system": "system", "--think": "think", "--json": "json",
+              "--logprobs": "logprobs"} | {f"--{name.replace('_', '-')}": name for name in NUMBERS}
 
 class Parser(argparse.ArgumentParser):
   def error(self, message: str) -> NoReturn:
@@ -45,6 +46,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                     "first, shown on stderr: low, high or max (default: off; without a value: %(const)s)")
   what.add_argument("--json", action="store_true", help="with one prompt: ids, text, reasoning, finish reason, settings and statistics "
                     "of the reply as one JSON object on stdout")
+  what.add_argument("--logprobs", type=int, nargs="?", const=0, metavar="N", help="with --json: the log probability of each id, and the N "
+                    "likeliest (default: none; without a value: %(const)s)")
   how = parser.add_argument_group("how tokens are chosen")
   how.add_argument("--temperature", type=float, default=0.0, metavar="F", help="0 is greedy (default: %(default)s)")
   how.add_argument("--top-p", type=float, default=1.0, metavar="F", help="smallest set of tokens with this probability "
@@ -84,7 +87,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
   http.add_argument("--api-key", metavar="FILE", help="file with the key that clients must send (default: none needed)")
   http.add_argument("--slots", type=int, default=16, metavar="N", help="sequences at once (default: %(default)s)")
   parser.add_argument_group("other").add_argument("-h", "--help", action="help", help="show this and leave")
-  return parser.parse_args(argv)
+  args = parser.parse_args(argv)
+  if args.serve is not None:
+    given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), ...)))  # a default does not replace what is there
+    if ignored := [flag for flag, name in NOT_SERVED.items() if getattr(given, name, ...) is not ...]:
+      raise ValueError(f"--serve: {', '.join(ignored)} beside it, want none of them. Each request has its own prompt and settings")
+  return args
 
 def devices(args: argparse.Namespace) -> tuple[str, ...]:
   if args.gpus is None: names = ("CPU" if args.devices is None else args.devices).split(",")
@@ -111,6 +119,7 @@ def load(args: argparse.Namespace, names: tuple[str, ...], progress: Progress, s
   if any(folder.glob("*.safetensors")) and not (folder / "tokenizer.json").exists():
     raise ValueError(f"{folder}: no tokenizer.json, so there is no text to work with. Fetch that file from where the "
                      "checkpoint comes from, or use the Python API, which takes token ids")
+  if folder.is_dir(): Encoding.read(folder).prefix(args.think)  # refuses an effort that it has no text for
   model = specgrad.load(folder, numerics=args.numerics, devices=names, draft=args.draft, max_context=args.max_context,
                         kv=args.kv, slots=slots, progress=progress)
   assert model.tokenizer is not None
@@ -125,6 +134,8 @@ def run(argv: Sequence[str] | None) -> None:
   names = devices(args)
   text = None if args.self_test or args.serve is not None else one_prompt(args)
   if args.json and text is None: raise ValueError("--json: no prompt, want -p TEXT or text on stdin")
+  if args.logprobs is not None and not (args.json and 0 <= args.logprobs <= 20):
+    raise ValueError(f"--logprobs={args.logprobs}, want " + ("0 to 20" if args.json else "--json beside it, which shows them"))
   bars = Bars(screen := Screen())
 
   def leave(*_: object) -> NoReturn:
@@ -140,7 +151,7 @@ def run(argv: Sequence[str] | None) -> None:
   finally: bars.close()
   name = Path(args.model).resolve().name if args.model is not None else "demo"
   chat = Chat(model, settings, screen, bars, name=name, device=",".join(names), draft=args.draft, interactive=text is None,
-              silent=args.json)
+              silent=args.json, logprobs=args.logprobs)
   chat.check(settings)
   chat.banner()
   try: tested = model.self_test()        # before the first turn; its graphs are the ones that replies need
@@ -152,7 +163,6 @@ def run(argv: Sequence[str] | None) -> None:
   elif (reply := chat.turn(text)) and args.json: print(json.dumps(reply.as_dict(name, chat.seed, settings)).replace("\x7f", "\\u007f"))
 
 def serve(args: argparse.Namespace, names: tuple[str, ...]) -> None:
-  if args.prompt is not None or args.self_test: raise ValueError("--serve: answers requests, want no -p and no --self-test beside it")
   try:
     from specgrad.serve import command
   except ImportError as error: raise ValueError(f"--serve: {error.name} is not installed, want pip install -e '.[serve]'") from None
@@ -188,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # Python flushes both at exit, and would show a trace if nobody reads them
       try: stream.flush()
       except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    exec("")  # where Ctrl-C met an exec of source, such as tinygrad's, CPython would at its end die of it, unless another one ended well
   return code
 
 if __name__ == "__main__": sys.exit(main())

@@ -23,7 +23,7 @@ from specgrad import chat as chat_module
 from specgrad import session, terminal
 from specgrad.chat import Chat, Settings
 from specgrad.checkpoint import Checkpoint
-from specgrad.prompt import ASSISTANT, BOS, EOS, THINK, THINK_END, USER
+from specgrad.encoding import ASSISTANT, BOS, DSML, EOS, THINK, THINK_END, USER, Encoding
 from specgrad.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -250,7 +250,10 @@ def test_a_saved_chat_goes_on_after_a_kill(tmp_path: Path, data: Path) -> None:
   assert found.chat == want.chat and all((array == want.state[name]).all() for name, array in found.state.items())
   figures = lambda text: re.findall(r"(\d+)of(\d+)prompttokensreused,context(\d+)", text)
   assert figures(again) == figures(stats) and int(figures(again)[0][0]) > 40
-  chat.do("/load look", "saved with context 4096, here 128: the next turn computes all of it anew")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("XDG_DATA_HOME", str(data))
+    session.save("long", session.Saved(found.model, found.chat | {"kind": found.chat["kind"] | {"context": 4096}}, found.state))
+  chat.do("/load long", "saved with context 4096, here 128: the next turn computes all of it anew")
   chat.send("\x04")
   assert chat.end() == 0
   assert (tmp_path / "out").read_text() == found.chat["turns"][-1]["content"].removesuffix("\n") + "\n"  # and nothing else
@@ -281,12 +284,13 @@ class Scripted:
   def __init__(self, *replies: list[Any], max_context: int = 4096, finish: str = "stop"):
     self.tokenizer, self.max_context, self.finish = Tokenizer.from_file(specgrad.demo_path()), max_context, finish
     self.config, self.depth, self.numerics = SimpleNamespace(eos_token_id=1, vocab_size=2048), 2, "w4a8"
+    self.encoding = Encoding()
     self.replies, self.prompts, self.calls = list(replies), list[list[int]](), list[dict[str, Any]]()
     self.engine = SimpleNamespace(kv_bytes=3_500_000, checkpoint=Checkpoint.open(specgrad.demo_path()), snapshot=self.snapshot,
                                   restore=self.restore)
     self.restored: Any = None
 
-  def snapshot(self) -> dict[str, np.ndarray]: return {"ids": np.array(self.prompts[-1])}
+  def snapshot(self, ids: list[int]) -> dict[str, np.ndarray]: return {"ids": np.array(ids)}
   def restore(self, state: dict[str, np.ndarray]) -> None: self.restored = state["ids"].tolist()
   def reset(self) -> None: self.restored = None
   def verifier(self, *, temperature: float, depth: int | None, coupled: bool) -> str:
@@ -345,7 +349,9 @@ def test_ids_grow_as_the_whole_chat_would_be_encoded() -> None:
   (["Let me", " see", "</think>", "Yes", "."], "Let me see", "Yes."),
   (["a </th", "in", "k> b</thi", "nk>c"], "a ", " b</think>c"),  # the tag may come in parts
   (["never ends </th"], "never ends </th", ""),
-  (["</think>", "at once"], "", "at once")])
+  (["</think>", "at once"], "", "at once"),
+  (["a</think>", f"\n\n<{DSML}tool", f'_calls>\n<{DSML}invoke name="g">\n</', f"{DSML}invoke>\n</{DSML}tool_calls>"], "a",
+   f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="g">\n</{DSML}invoke>\n</{DSML}tool_calls>')])  # there are no tools: it is text
 def test_reasoning_goes_to_stderr(pieces: list[str], reasoning: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
   chat = chat_with(model := Scripted([*pieces], ["x"]), effort="low")
   chat.turn("q")
@@ -401,7 +407,7 @@ def test_json_keeps_what_a_terminal_must_not_get() -> None:
   assert reply is not None
   found = json.loads(json.dumps(reply.as_dict("demo", 7, Settings(temperature=1.0))))
   assert (found["text"], found["finish_reason"], found["settings"]["seed"], found["model"]) == (text, "stop", 7, "demo")
-  assert found["ids"][-1] == 1 and found["statistics"]["prompt_tokens"] == 5
+  assert found["ids"][-1] == 1 and found["statistics"]["prompt_tokens"] == 5 and "logprobs" not in found
 
 # ---------------------------------------------------------------------------------------------- commands
 def test_undo_regen_drop(capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,7 +450,7 @@ def test_a_context_that_is_full_says_what_would_help() -> None:
   ("/set temperature hot", "/set temperature: hot is no number"), ("/set top_k 1.5", "/set top_k: 1.5 is no whole number"),
   ("/set heat 1", "/set heat 1: want a name and a value. Names: temperature, "), ("/set temperature", "/set temperature: want a name and"),
   ("/set temperature nan", "sampling: temperature=nan, want 0 to 100"), ("/set seed -1", "sampling: seed=-1, want"),
-  ("/set max_tokens 0", "sampling: max_tokens=0, want at least 1"), ("/think max", "effort=max, want off or low"),
+  ("/set max_tokens 0", "sampling: max_tokens=0, want at least 1"), ("/think max", "encoding/*.py: REASONING_EFFORT_PROMPTS=missing, want"),
   ("/think hot", "effort=hot, want one of off, low, high, max"), ("/draft 6", "engine: depth=6, want 0 to 5"),
   ("/draft x", "/draft x: want on, off or a number"), ("/new x", "/new x: want /new, which starts over"),
   ("/save", "/save: want /save NAME, which keeps"), ("/load  ", "/load: want /load NAME"), ("/read", "/read: want /read FILE"),
@@ -462,7 +468,7 @@ def test_settings_reach_the_model(capsys: pytest.CaptureFixture[str]) -> None:
   chat.command("/draft off")
   chat.turn("a")
   assert model.calls == [{"max_tokens": 9, "seed": 7, "depth": 0, "coupled": False, "temperature": 0.5, "top_p": 0.9, "top_k": 40,
-                          "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3}]
+                          "min_p": 0.1, "logprobs": None, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3}]
   assert "min-p 0.1, seed 7, repetition penalty 1.1, presence penalty 0.2, frequency penalty -0.3; at m" in capsys.readouterr().err
   chat.command("/new")
   assert chat.seed == 7
@@ -517,11 +523,30 @@ def test_a_chat_is_saved_and_goes_on(home: Path, capsys: pytest.CaptureFixture[s
   chat.command("/save x")
   again = chat_with(other := Scripted(["Two."]))
   again.command("/load x")
-  assert (again.settings, again.seed, again.turns) == (chat.settings, chat.seed, chat.turns) and other.restored == model.prompts[-1]
+  assert (again.settings, again.seed, again.turns) == (chat.settings, chat.seed, chat.turns) and other.restored == chat.prompt(chat.turns)
   err = capsys.readouterr().err
   assert "(loaded x: 1 exchange, " in err and "anew" not in err
   for c in (chat, again): c.turn("b")
   assert model.prompts[-1] == other.prompts[-1] and model.calls[-1] == other.calls[-1]
+
+def test_what_was_taken_back_is_not_saved(home: Path) -> None:
+  """What the engine keeps of it is in test_session.py."""
+  chat = chat_with(model := Scripted(["One."], ["Two."], ["two."], ["Three."]))
+  for text in ("a", "secret"): chat.turn(text)
+  chat.command("/regen")
+  chat.command("/undo")
+  chat.command("/save x")
+  saved = session.load("x")
+  assert saved.state["ids"].tolist() == chat.prompt(chat.turns) != model.prompts[-1] and len(saved.chat["turns"]) == 1
+  assert b"secret" not in (home / "x.chat").read_bytes()
+
+def test_an_empty_chat_forgets_what_the_caches_hold(home: Path) -> None:
+  chat_with(Scripted()).command("/save empty")
+  chat = chat_with(model := Scripted(["One."]))
+  chat.turn("a")
+  model.restored = [1]
+  chat.command("/load empty")
+  assert model.restored is None and not chat.turns
 
 def test_a_cache_of_other_settings_is_computed_anew(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
   chat = chat_with(model := Scripted(["One."]), depth=3)

@@ -15,7 +15,7 @@ from tinygrad.device import Buffer
 from tinygrad.helpers import GlobalCounters
 
 from specgrad.api import Model, Stream, load
-from specgrad.engine import MAX_ROWS, Sampling, Stats, put
+from specgrad.engine import MAX_ROWS, Block, Sampling, Stats, put
 from specgrad.tokenizer import Tokenizer
 
 SEEN = 6                                                   # ids of a reply that are compared
@@ -372,11 +372,11 @@ class Script:
   def __init__(self, blocks: Sequence[Sequence[int]], eos: int = -1, reason: str = "length"):
     self.blocks, self.config, self.reason = blocks, SimpleNamespace(eos_token_id=eos), reason
 
-  def generate(self, ids: Any, max_tokens: int, sampling: Sampling, stats: Stats, *_: Any) -> Iterator[list[int]]:
+  def generate(self, ids: Any, max_tokens: int, sampling: Sampling, stats: Stats, *_: Any) -> Iterator[Block]:
     for i, block in enumerate(self.blocks):
       if i == len(self.blocks) - 1: stats.finish_reason = self.reason
       stats.tokens += len(block)
-      yield list(block)
+      yield Block(list(block), None)
 
 def said(tokenizer: Tokenizer, ids: list[int], size: int, stop: Sequence[str], eos: int = -1,
          reason: str = "length") -> tuple[Any, list[str]]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from specgrad.encoding import DSML, EOS, THINK, THINK_END, Encoding
 from specgrad.prompt import render
-from specgrad.reply import Parsed, ReplyParser, split_reply
+from specgrad.reply import Parsed, ReplyParser
 
 D, T, C = DSML, THINK, THINK_END
 OPEN, CLOSE = f"\n\n<{D}tool_calls>", f"\n</{D}tool_calls>"
@@ -176,6 +176,15 @@ def test_a_reply_is_what_the_prompt_would_hold(reasoning, content, calls, thinki
   assert (parsed.reasoning, parsed.content, parsed.problems) == (reasoning if thinking else "", content, [])
   assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in parsed.tool_calls] == calls
 
+@pytest.mark.parametrize("text", [f"a{OPEN}{F}{CLOSE}b", f"{OPEN}{G}{CLOSE}", f"{OPEN.strip()}{G}", f"a{G} "])
+def test_without_tools_a_call_is_text(text):
+  for prefix, thinking, want in (("", False, ("", text)), ("r</think>", True, ("r", text)), ("", True, (text, ""))):
+    parser = ReplyParser(thinking, tools=False)
+    events = [event for char in prefix + text for event in parser.push(char)]
+    parsed = parser.finish()
+    assert (parsed.reasoning, parsed.content, parsed.tool_calls) == (*want, [])
+    assert "".join(said for _, said in events + parsed.events) == "".join(want)
+
 def test_finish_may_be_called_twice_and_then_it_is_over():
   parser = ReplyParser(True)
   parser.push("a")
@@ -189,25 +198,3 @@ def test_long_replies_take_linear_steps(text):
   parsed = parser.finish()
   assert len(parsed.content) + len(parsed.tool_calls) > 0
   assert len(parsed.problems) < 20
-
-# *** both halves of a reply without tools
-
-@pytest.mark.parametrize("text, thinking, want", [
-  ("because</think>so", True, ("because", "so")), ("</think>so", True, ("", "so")),
-  ("still thinking", True, ("still thinking", "")),
-  ("", True, ("", "")), ("a</think>b</think>c", True, ("a", "b</think>c")), ("<think>r</think>a", True, ("r", "a")),
-  (f"r</think>a{EOS}rest", True, ("r", "a")), (f"r{EOS}</think>a", True, ("r", "")),
-  ("\nr\n</think>\n\na\n", True, ("\nr\n", "\n\na\n")),
-  ("answer", False, ("", "answer")), (f"answer{EOS}", False, ("", "answer")), ("</think>answer", False, ("", "answer")),
-  ("a </think> b", False, ("", "a </think> b")), ("<think>r</think>a", False, ("r", "a")), ("", False, ("", ""))])
-def test_split_reply(text, thinking, want):
-  assert split_reply(text, thinking) == want
-
-@settings(deadline=None)
-@given(PLAIN, PLAIN)
-def test_split_reply_undoes_rendering(reasoning, content):
-  question = {"role": "user", "content": "q"}
-  prompt = "".join(text for text, _ in render([question], effort="low"))
-  answer = {"role": "assistant", "content": content, "reasoning_content": reasoning}
-  whole = "".join(text for text, _ in render([question, answer], effort="low"))
-  assert split_reply(whole.removeprefix(prompt), True) == (reasoning, content)

@@ -9,6 +9,7 @@ import sys
 from multiprocessing import popen_spawn_posix
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import specgrad
@@ -28,19 +29,27 @@ def command(*flags: str, stdin: bytes = b"", **env: str) -> tuple[int, str, str]
 def test_one_prompt() -> None:
   model = specgrad.load()
   assert model.tokenizer is not None
-  want = model.generate(encode_chat(model.tokenizer, [{"role": "user", "content": HELLO}]), max_tokens=512)
+  prompt = encode_chat(model.tokenizer, [{"role": "user", "content": HELLO}])
+  want = model.generate(prompt, max_tokens=512)
   code, out, err = command("-p", HELLO)
   assert (code, out) == (0, f"{want.text}\n")
   assert err.startswith("demo: 6 layers, 16 experts, vocabulary 2048; CPU, w4a8 numerics, context 4096, KV 3.5 MB\n"
                         "greedy (temperature 0); at most 512 tokens a reply; thinking off\n"
                         "draft auto; verifier: exact, rule greedy, q one-hot, depth 2 fixed, numerics w4a8 fixed-width\n")
   assert re.search(r"\n\d+ tokens, [\d.]+ tok/s, TTFT .*, context 25 of 4096\n$", err) and "\x1b" not in err
-  code, out, err = command("--json", "--max-tokens", "2", stdin=f"{HELLO}\n".encode())
+  code, out, err = command("--json", "--logprobs", "3", "--max-tokens", "2", stdin=f"{HELLO}\n".encode())
   found = json.loads(out)
   assert code == 0 and out.count("\n") == 1 and "(cut after 2 tokens: --max-tokens N allows more)" in err
   assert (found["ids"], found["finish_reason"], found["reasoning"]) == (want.ids[:2], "length", "")
   assert want.text is not None and found["text"] and want.text.startswith(found["text"]) and found["text"] not in err
-  assert found["settings"]["max_tokens"] == 2 and found["statistics"]["tokens"] == 2 and "logprobs" not in found
+  assert found["settings"]["max_tokens"] == 2 and found["statistics"]["tokens"] == 2
+  for i, said in enumerate(found["logprobs"]):
+    logits = model.logits([*prompt, *want.ids[:i]])[-1].astype(np.float64)
+    law = logits - np.logaddexp.reduce(logits)
+    assert said["id"] == found["ids"][i] == said["top"][0]["id"] and said["logprob"] == said["top"][0]["logprob"]
+    assert [x["id"] for x in said["top"]] == np.argsort(-law)[:3].tolist()
+    assert np.abs(law[[x["id"] for x in said["top"]]] - [x["logprob"] for x in said["top"]]).max() < 1e-3
+  assert len(found["logprobs"]) == 2
 
 def test_a_drawn_seed_is_shown_and_repeats_the_run() -> None:
   flags = ("-p", HELLO, "--temperature", "100", "--max-tokens", "12")
@@ -90,10 +99,20 @@ def test_a_full_disk_is_one_line() -> None:
   (("-p", "a", "--max-tokens", "0"), b"", "sampling: max_tokens=0, want at least 1"),
   (("-p", "a", "--think", "hot"), b"", "argument --think: invalid choice: 'hot' (choose from 'off', 'low', 'high', 'max'). --help "
                                        "lists the flags"),
-  (("-p", "a", "--gpus", "2"), b"", "CUDA,CUDA:1: several devices are not supported yet, want one"),
+  (("-p", "a", "--think", "max", "--devices", "FOO"), b"",  # before the load
+   f"{specgrad.demo_path()}/encoding/*.py: REASONING_EFFORT_PROMPTS=missing, want its text for effort max. It comes with the "
+   "checkpoint, in the folder encoding."),
+  (("-p", "a", "--think", "max", "--model", "/nowhere"), b"", "/nowhere: no such directory, want the folder of a checkpoint"),
+  (("--serve", "--temperature", "0", "--system", "x", "--top-k=0", "-p", "a"), b"",
+   "--serve: -p, --system, --temperature, --top-k beside it, want none of them. Each request has its own prompt and settings"),
+  (("--serve", "0", "--json", "--think", "--seed", "1", "--logprobs", "--self-test", "--max-tokens", "512"), b"",
+   "--serve: --self-test, --think, --json, --logprobs, --seed, --max-tokens beside it, want none of them. Each request has its own "
+   "prompt and settings"),
+  (("-p", "a", "--logprobs", "2"), b"", "--logprobs=2, want --json beside it, which shows them"),
+  (("-p", "a", "--json", "--logprobs", "21"), b"", "--logprobs=21, want 0 to 20"),
   (("-p", "a", "--gpus", "0"), b"", "--gpus=0, want at least 1. Without the flag the CPU is used"),
-  (("-p", "a", "--devices", "CPU,CPU:1"), b"", "CPU,CPU:1: several devices are not supported yet, want one"),
-  (("-p", "a", "--devices", "CPU,"), b"", "--devices='CPU,', want a name such as CPU or CUDA"),
+  (("-p", "a", "--devices", "CPU,CPU"), b"", "load: devices=CPU,CPU, want different ones of one kind"),
+  (("-p", "a", "--devices", "CPU,"), b"", "--devices='CPU,', want names such as CPU or CUDA,CUDA:1"),
   (("--gpus", "1", "--devices", "CPU"), b"", "argument --devices: not allowed with argument --gpus. --help lists the "
                                               "flags"),
   (("-p", "a", "--devices", "FOO"), b"", "device FOO: No module named 'tinygrad.runtime.ops_foo', want one that tinygrad can "
@@ -104,6 +123,33 @@ def test_a_full_disk_is_one_line() -> None:
                                            "checkpoint)")])
 def test_mistakes_are_one_line(flags: tuple[str, ...], stdin: bytes, error: str) -> None:
   assert command(*flags, stdin=stdin) == (2, "", f"specgrad: error: {error}\n")
+
+def test_devices() -> None:
+  for flags, want in (([], ("CPU",)), (["--gpus", "2"], ("CUDA", "CUDA:1")), (["--devices", "NV,NV:2"], ("NV", "NV:2"))):
+    assert run.devices(run.parse(flags)) == want
+
+@pytest.mark.parametrize("where", ["CC", "PYTHONPATH"])
+def test_an_interrupt_while_it_starts(where: str, tmp_path: Path) -> None:
+  """While the package looks for a compiler, and in the imports of the command."""
+  (tmp_path / "clang").write_text("#!/bin/sh\nkill -INT $PPID\nsleep 5\n")
+  (tmp_path / "clang").chmod(0o700)
+  (tmp_path / "tqdm.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n")
+  env = {"CC": str(tmp_path / "clang")} if where == "CC" else {"PYTHONPATH": str(tmp_path)}
+  assert command("-p", "a", **env) == (130, "", "specgrad: interrupted\n")
+
+def test_an_interrupt_that_was_dealt_with_is_not_how_it_ends(tmp_path: Path) -> None:
+  """CPython remembers one that came during an exec of source, as tinygrad's compilations are."""
+  (tmp_path / "compiles.py").write_text("""
+import sys
+from specgrad import run
+def compiles(argv):
+  try: exec("raise KeyboardInterrupt")
+  except KeyboardInterrupt: pass
+run.run = compiles
+sys.exit(run.main())
+""")
+  done = subprocess.run([sys.executable, "-m", "compiles"], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+  assert done.returncode == 0
 
 def test_a_prompt_that_does_not_fit() -> None:
   code, out, err = command("-p", HELLO, "--max-context", "8")

@@ -997,7 +997,7 @@ def test_a_signal_while_it_compiles(tmp_path: Path) -> None:
   (("--serve", "0", "--api-key", "/nowhere"), "--api-key='/nowhere': No such file or directory, want a file that holds the key"),
   (("--serve", "0", "--host", "no.such.host.invalid"), "--host='no.such.host.invalid' --serve=0: "),
   (("--serve", "0", "--depth", "9"), "engine: depth=9, want 0 to 5 (the draft's block size)"),
-  (("--serve", "0", "-p", "x"), "--serve: answers requests, want no -p and no --self-test beside it")])
+  (("--serve", "0", "-p", "x"), "--serve: -p beside it, want none of them. Each request has its own prompt")])
 def test_mistakes_of_the_command(flags: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]) -> None:
   from specgrad import run
   assert run.main(flags) == 2

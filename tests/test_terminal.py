@@ -81,7 +81,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
       found += char
     return found[:-1]
   monkeypatch.setattr(made, "line", line)
-  yield types.SimpleNamespace(read=made.read, entry=made.entry, slave=slave, send=lambda text: os.write(master, text.encode()))
+  yield types.SimpleNamespace(read=made.read, slave=slave, master=master, send=lambda text: os.write(master, text.encode()))
   os.close(master)
   sys.stdin.close()
 
@@ -115,6 +115,19 @@ def test_what_comes_behind_a_line_belongs_to_it(end: str, board: Any, monkeypatc
   assert board.read() == ("/new", True)     # a command is done before what follows is looked at
   assert board.read() == ("a\n/quit", False)
   capsys.readouterr()
+
+def test_a_paste_is_not_shown_while_it_is_read(board: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+  read = os.read
+
+  def late(fd: int, most: int) -> bytes:
+    data = read(fd, most)
+    if b"two" in data: board.send("three\n")
+    return data
+  monkeypatch.setattr(board.read.__self__, "line", lambda prompt: board.send("two\n") and "one")
+  monkeypatch.setattr(terminal.os, "read", late)
+  assert board.read() == ("one\ntwo\nthree", False)
+  board.send("four")
+  assert b"".join(read(board.master, 1) for _ in "two\r\nfour") == b"two\r\nfour"  # a terminal shows what comes by itself, before and after
 
 def test_lines() -> None: assert terminal.lines("a\r\nb\rc\n\n") == ["a", "b", "c", ""] and terminal.lines("") == []
 
