@@ -200,8 +200,9 @@ def cell(rows: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
   steps, out_tokens, accepted = total("steps"), total("out_tokens"), sum(places[1])
   sources = dict[str, np.ndarray]()
   for r in rows:
-    row = np.array([r["steps"] + sum(r["per_pos"][1]), r["steps"], *r["timed"], *r["timed_plain"]])
-    sources[r["source"]] = sources.get(r["source"], np.zeros(6)) + row
+    row = np.array([r["steps"] + sum(r["per_pos"][1]), r["steps"], *r["timed"], *r["timed_plain"],
+                    *(x for name in BINS for x in r["by_position"][name])])
+    sources[r["source"]] = sources.get(r["source"], np.zeros(6 + 2 * len(BINS))) + row
   sums = np.stack(list(sources.values()))
   al = lambda s: s[..., 0] / s[..., 1]
   speedup = lambda s: (s[..., 2] / s[..., 3]) / (s[..., 4] / s[..., 5])
@@ -225,6 +226,8 @@ def cell(rows: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
     "al": float(al(sums.sum(0))), "al_ci95": evidence.interval(sums, al, seed), "ci": "cluster-bootstrap-prompt",
     "acceptance_rate": ratio(accepted, sum(places[0])),
     "al_by_out_position": {name: ratio(n, s) for name, (n, s) in position.items()},
+    "al_by_out_position_ci95": {
+      name: evidence.interval(sums, lambda s, i=i: s[..., i] / s[..., i + 1], seed) for name, i in zip(BINS, range(6, 99, 2))},
     "steps_by_out_position": {name: s for name, (_, s) in position.items()},
     "expected_first": None if expected is None else {
       "steps": int(expected[0]), "expected": float(expected[1] / expected[0]),
@@ -354,13 +357,13 @@ def show(s: dict[str, Any]) -> str:
   pair = lambda ci, digits=2: f"{ci[0]:.{digits}f}..{ci[1]:.{digits}f}" if ci else "-"
   number = lambda x, digits=2: "-" if x is None else f"{x:.{digits}f}"
   percent = lambda xs: " ".join("-" if x is None else f"{100 * x:.0f}" for x in xs)
-  rows = [["class", "T", "prompts", "tokens", "tokens/step", "95 %", "by place, %", "conditional, %", *BINS,
-           "first: said/was", "speed-up", "95 %", "loops"]]
+  rows = [["class", "T", "prompts", "tokens", "tokens/step", "95 %", "by place, %", "conditional, %",
+           *(x for name in BINS for x in (name, "95 %")), "first: said/was", "speed-up", "95 %", "loops"]]
   for c in s["classes"]:
     e = c["expected_first"]
     rows.append([cell_name(c), f"{c['T']:g}", c["prompts"], c["out_tokens"], number(c["al"]), pair(c["al_ci95"]),
                  percent(c["per_pos"]["rate"]), percent(c["per_pos"]["conditional"]),
-                 *(number(x) for x in c["al_by_out_position"].values()),
+                 *(x for n in BINS for x in (number(c["al_by_out_position"][n]), pair(c["al_by_out_position_ci95"][n]))),
                  f"{e['expected']:.2f}/{e['realised']:.2f}" if e else "-", number(c["speedup"]),
                  pair(c["speedup_ci95"]), f"{c['repeat_loop_rate']:.0%}"])
   lines = [evidence.table(rows), *(f"verifier at temperature {v['T']:g}: {v['label']}" for v in s["verifiers"])]

@@ -296,13 +296,13 @@ class Bench:
     return {"prompt_kind": RANDOM, "temperature": 0.0, "depth": 0, "prompts": len(ids), "prompt_tokens": len(ids[0]),
             "verifier": runs[0].replies[0].stats.verifier, **speeds(runs)}
 
-  def cell(self, kind: str, temperature: float, ids: list[list[int]]) -> dict[str, Any]:
+  def cell(self, kind: str, temperature: float, ids: list[list[int]], **more: Any) -> dict[str, Any]:
     """Speculative and plain decoding of the same prompts in turn; figures of the first, of the second in "plain"."""
     n, depth, spec, plain = self.args.tokens, self.depth, list[Run](), list[Run]()
     for repeat in range(self.args.repeat):
       drafted, alone = list[Any](), list[Any]()
       for i, prompt in enumerate(ids):
-        settings: dict[str, Any] = {"temperature": temperature, "seed": self.args.seed + repeat * len(ids) + i}
+        settings: dict[str, Any] = {"temperature": temperature, "seed": self.args.seed + repeat * len(ids) + i, **more}
         for speculative in (True, False) if (repeat + i) % 2 else (False, True):
           if speculative: drafted.append(self.once(self.model, prompt, n, depth=depth, **settings))
           else: alone.append(self.once(self.plain, prompt, n, depth=0, **settings))
@@ -320,16 +320,16 @@ class Bench:
            "drafted_by_place": [d for _, d in by_place],
            "plain": {"verifier": plain[0].replies[0].stats.verifier, **slow},
            "speedup": ratio(fast["tok_s"], slow["tok_s"]),
-           **(self.identical(ids, spec, plain) if temperature == 0 else {"identical": None})}
+           **(self.identical(ids, spec, plain, **more) if temperature == 0 else {"identical": None})}
     self.row(out)
     self.warn(f"{kind} at temperature {temperature:g}, depth {depth}", [*spec, *plain])
     return out
 
-  def identical(self, ids: list[list[int]], spec: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+  def identical(self, ids: list[list[int]], spec: Sequence[Run], plain: Sequence[Run], **more: Any) -> dict[str, Any]:
     """Prompts whose ids differ, in any run, from plain decoding with as many rows a step, and with one row."""
     width, wide, one = self.depth + 1, 0, 0
     for i, prompt in enumerate(ids):
-      same = self.once(self.plain, prompt, self.args.tokens, depth=0, fixed_width=width).ids
+      same = self.once(self.plain, prompt, self.args.tokens, depth=0, fixed_width=width, **more).ids
       wide += any(run.replies[i].ids != same for run in spec)
       one += any(run.replies[i].ids != plain[0].replies[i].ids for run in [*spec, *plain])
     return {"identical": not wide and not one, "fixed_width": width, "differ_fixed_width": wide, "differ_width_1": one}
@@ -504,11 +504,11 @@ class Bench:
       self.reached(cards.get((middle, depth)), statistics.median(c["steps_s"] for c in cells if c["depth"] == depth))
     by_length = list[dict[str, Any]]()
     if self.depth and args.contexts:
-      self.say(f"\ndepth {self.depth}, by context")
+      self.say(f"\ndepth {self.depth}, by context; replies go on past their end")
       whole = real_texts(self.model, args.kinds or TEXTS)
       for n in args.contexts:
         ids = [[self.model.config.bos_token_id, *cut(self.model, whole, j, n - 1)] for j in range(2)]
-        by_length += [{**self.cell(f"{n} tokens", t, ids), "context": n} for t in temperatures]
+        by_length += [{**self.cell(f"{n} tokens", t, ids, ignore_eos=True), "context": n} for t in temperatures]
         self.reached(cards.get((n, self.depth)), by_length[-1]["steps_s"])
     self.warnings = list(dict.fromkeys(self.warnings))
     self.say("\n".join(["", *(f"warning: {text}" for text in self.warnings)]))

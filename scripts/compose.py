@@ -20,7 +20,7 @@ lost, unless --reference names the checkpoint before it was quantised.
 With d_W and d_KV the shifts of the logits and F the Fisher matrix, KL is about d'Fd/2, so that uncorrelated errors add up:
   I = KL(both) - KL(W) - KL(KV),  rho = I / (2 sqrt(KL(W) KL(KV))), in [-1, 1]
 is their correlation: 0 where they add up, 1 where they are aligned, -1 where they cancel. Few positions carry most of the
-KL: those at which a rounding moved an expert. No square is found there, and rho may leave [-1, 1], so it is told again
+KL, such as those at which a rounding moves an expert. KL is no square there, and rho may leave [-1, 1], so it is told again
 over the quiet positions, at which KL is below 1e-3 in every cell. An exact verifier keeps the
 draft out of the output law, so the draft is the control that must come out zero: at every probe, the target's logits
 before a drafted block must have the same bits whichever draft wrote the block. A second reference cell, of its own
@@ -173,7 +173,7 @@ def summed(values: np.ndarray, entropy: np.ndarray) -> dict[str, Any]:
 
 def quiet(kl: dict[str, np.ndarray]) -> dict[str, Any]:
   """KL by position of each cell -> the positions at which it is small in all of them, and its sums over these. There a
-  shift of the logits is all there is; elsewhere a rounding has moved an expert or a chosen entry, and KL is no square."""
+  shift of the logits is all there is; elsewhere a rounding may have moved an expert or a chosen entry, and KL is no square."""
   small = np.all([x < QUIET for x in kl.values()], axis=0)
   return {"n": int(small.sum()), **{cell: float(x[small].sum()) for cell, x in kl.items()}}
 
@@ -405,6 +405,7 @@ def draw(s: dict[str, Any], path: Path) -> list[str]:
   axes[1].set(xlim=(-2.1, 2.1), xlabel="rho: 0 errors add up, 1 aligned, -1 they cancel")
   axes[1].axvspan(-1, 1, color="grey", alpha=0.1, linewidth=0)
   axes[2].set(xlabel="chance of a first drafted token to stand:\nquantised draft - full one, on each target")
+  axes[2].locator_params(axis="x", nbins=5)
   for ax in axes:
     if ax is not axes[0]: ax.axvline(0, color="grey", linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(groups)), [n.replace("_", " ") for n in groups] if ax is axes[0] else [""] * len(groups))

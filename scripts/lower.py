@@ -20,6 +20,7 @@ Exit status: 0 if all limits hold, 1 if one does not, 2 for a mistake. The last 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import os
@@ -36,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
@@ -46,6 +47,7 @@ from tinygrad.helpers import Context, ansistrip
 from tinygrad.uop.ops import Ops, UOp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from evidence import Parser, command, commit, guarded
 from make_checkpoint import make
 
 from specgrad import plan as planning
@@ -56,6 +58,7 @@ from specgrad.models.dspark import DSpark
 from specgrad.plan import GPU
 from specgrad.quant import flat
 from specgrad.spec.step import Plan, State, run
+from specgrad.toolchain import tinygrad_version
 
 SCHEMA = "specgrad.lower/1"
 NODES, EXCESS, SECONDS = 900, 1.15, 600                    # at most: nodes a device; bytes read over the floor; seconds of all
@@ -206,6 +209,11 @@ def compiled(source: str, arch: str) -> Usage:
   if done.returncode: raise ValueError(f"nvcc -arch={arch}: {done.stderr.strip()[-2000:]}")
   return parse(done.stderr)
 
+def nvcc() -> str | None:
+  """Its version line, none without one."""
+  if not shutil.which("nvcc"): return None
+  return subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
+
 @dataclass
 class Kernel:
   """One program of the graph, which may run in many places."""
@@ -316,15 +324,11 @@ def lower(checkpoint: Checkpoint, gpus: int, kv: str, users: int, context: int, 
   made = timed("compile", kernels, graph, arch)
   found, limits = summary(checkpoint, graph, made, devices, kv, users, context, seconds)
   say(text(found, limits))
-  return {"schema": SCHEMA, "arch": arch, **found, "limits": [asdict(x) | {"holds": x.holds} for x in limits],
+  return {**found, "limits": [asdict(x) | {"holds": x.holds} for x in limits],
           "holds": all(x.holds for x in limits)}
 
-class Parser(argparse.ArgumentParser):
-  def error(self, message: str) -> NoReturn: raise ValueError(f"{message}. --help lists the flags")
-
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
-  parser = Parser(prog="scripts/lower.py", allow_abbrev=False, description="Lower a step for GPUs that need not be there.",
-                  epilog="The last line of stdout is a JSON object with all of it.")
+  parser = Parser("lower", "Lower a step for GPUs that need not be there.")
   parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint, of which only headers are read (default: a sparse one of the "
                       "size of DeepSeek-V4-Flash-0731, made for the run)")
   parser.add_argument("--gpus", type=int, default=2, metavar="N", help="devices (default: 2)")
@@ -336,17 +340,17 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
   if not re.fullmatch(r"sm_\d{2,3}", args.arch): raise ValueError(f"--arch={args.arch}, want sm_ and a number, such as sm_120")
   return args
 
-def main(argv: Sequence[str] | None = None) -> int:
-  try:
-    args = parse_flags(argv)
-    with tempfile.TemporaryDirectory() as folder:
-      at = args.model or Path(folder) / "full"
-      if not args.model: make(at, "full", 0)
-      found = lower(Headers.open(at), args.gpus, args.kv, args.users, args.context, args.arch, lambda text: print(text, flush=True))
-  except (OSError, ValueError) as e:                       # PlanError, CheckpointError and ConfigError are ValueErrors
-    print(f"lower: error: {e}", file=sys.stderr)
-    return 2
-  print(json.dumps(found))
+def body(argv: Sequence[str]) -> int:
+  args = parse_flags(argv)
+  with tempfile.TemporaryDirectory() as folder:
+    at = args.model or Path(folder) / "full"
+    if not args.model: make(at, "full", 0)
+    found = lower(Headers.open(at), args.gpus, args.kv, args.users, args.context, args.arch, lambda text: print(text, flush=True))
+  date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+  print(json.dumps({"schema": SCHEMA, "date": date, "command": command("lower", argv), "commit": commit(), "tinygrad": tinygrad_version(),
+                    "nvcc": nvcc(), "arch": args.arch, **found}))
   return 0 if found["holds"] else 1
+
+def main(argv: Sequence[str] | None = None) -> int: return guarded("lower", body, argv)
 
 if __name__ == "__main__": sys.exit(main())

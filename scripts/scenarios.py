@@ -242,7 +242,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
   """A line each; the heading for none."""
   number = lambda x, form: "-" if x is None else f"{x:{form}}"
   columns = [("scenario", 10), ("T", 4), ("depth", 6), ("in -> out", 13), ("tok/s", 22), ("decode tok/s", 22), ("TTFT ms 50/95 %", 17),
-             ("TPOT ms 50/95 %", 17), ("steps/s", 9), ("tok/step", 9), ("accepted", 9), ("speed-up", 9), ("identical", 10), ("ceiling", 8)]
+             ("TPOT ms 50/95 %", 17), ("steps/s", 9), ("tok/step", 9), ("accepted", 9), ("speed-up", 9), ("identical", 10),
+             ("of ceiling", 11)]
   between = lambda name, r: f"{r[name]:.1f} ({r[name + '_min']:.1f}..{r[name + '_max']:.1f})"
   cells = [[n for n, _ in columns]] if not rows else [
     [r["scenario"], f"{r['temperature']:g}", number(r["depth"], "d"), f"{r['prompt_tokens']} -> {r['output_tokens']}",

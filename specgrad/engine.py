@@ -6,9 +6,11 @@ slot for each sequence; a step takes some of them, each in a lane of its own."""
 import functools
 import hashlib
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -33,7 +35,7 @@ from specgrad.spec.verify import Label
 from specgrad.weights import DRAFT, TARGET, stream
 
 ROWS = (1, 8, 32, MAX_ROWS)                                # rows of the captured chunks; a shorter rest is padded
-LANES = (1, 4, 16)                                         # sequences of the captured steps
+LANES = (1, 4, 8, 16)                                      # sequences of the captured steps
 BUCKETS = tuple(512 * 4 ** i for i in range(7))            # context lengths that a graph is captured for
 Progress = Callable[[str, int, int], None]                 # stage, done, total
 
@@ -262,7 +264,9 @@ class Engine:
     self.slot = [Slot() for _ in range(self.slots)]
     self.fill = self.make(np.int32, 2, 1)                  # where a prompt's next chunk goes: position, slot
     self.rows = {n: self.make(np.int32, n) for n in ROWS}  # and its ids
-    self.lanes: dict[int, Lanes] = {}
+    self.lanes: dict[tuple[int, int], Lanes] = {}
+    self.threads = len(os.sched_getaffinity(0)) if self.device.split(":")[0] == "CPU" and len(self.devices) == 1 else 1
+    self.pool = ThreadPoolExecutor(self.threads)
     self.graphs: dict[tuple[Any, ...], TinyJit] = {}
 
   def make(self, dtype: type, *shape: int) -> Any:
@@ -378,8 +382,8 @@ class Engine:
   def step(self, plan: Plan, state: State) -> tuple[np.ndarray, np.ndarray | None]:
     """One captured step, and the one read from the device. -> int32 (B, depth+2): n_accepted, tokens; float32 (B, width, V)
     logits if the plan asks for logprobs."""
-    B = on(0, state.anchor).shape[0]
-    return self.read(self.graph("step", functools.partial(whole_step, self.target, self.cache, self.draft, state, plan), plan, B), B)
+    B, build = on(0, state.anchor).shape[0], functools.partial(whole_step, self.target, self.cache, self.draft, state, plan)
+    return self.read(self.graph("step", build, plan, B, state.number), B)
 
   def read(self, results: Any, B: int) -> tuple[np.ndarray, np.ndarray | None]:
     if not isinstance(results, tuple) or isinstance(results, Each): return on(0, results).numpy(), None
@@ -397,7 +401,7 @@ class Engine:
         out = tuple(lift(Tensor.contiguous)(t) for t in (made.tokens, made.probs) if t is not None)
         realize(*out)
         return out
-      proposal = self.graph("propose", build, plan, B)
+      proposal = self.graph("propose", build, plan, B, state.number)
       drafted = on(0, proposal[0]).numpy().reshape(B, K)
     if (mask := lanes.masks.get(plan.width)) is None:
       mask = lanes.masks[plan.width] = self.make(np.bool_, B * plan.width, V)
@@ -407,7 +411,7 @@ class Engine:
     put(mask, allowed)
     made = Draft(proposal[0], proposal[1] if len(proposal) > 1 else None) if proposal else None
     rest = functools.partial(settle, self.target, self.cache, self.draft, state, plan, made, mask)
-    return self.read(self.graph("settle", rest, plan, B), B)
+    return self.read(self.graph("settle", rest, plan, B, state.number), B)
 
   # ---------------------------------------------------------------------------------------------- prefill
   def feed(self, ids: Sequence[int], start: int, chunk: int | None = None, slot: int = 0) -> Iterator[tuple[int, Any]]:
@@ -484,12 +488,9 @@ class Engine:
       if len(self.slot[slot].held) < len(run.ids) - 1: yield
     self.slot[slot].held = self.slot[slot].held[:len(run.ids) - 1]
 
-  def arm(self, runs: Sequence[Run], lanes: Lanes, penalised: bool) -> None:
+  def arm(self, runs: Sequence[Run], lanes: Lanes, penalised: bool, spare: list[int]) -> None:
     """Positions, newest tokens, settings and histories of these replies into the lanes, one each. Lanes that are left get no
-    token, so that they stand still, and slots that none of the replies uses: what a step writes there lies beyond what
-    the slot holds."""
-    used = {r.slot for r in runs}
-    spare = [i for i in range(self.slots) if i not in used][:lanes.size - len(runs)]
+    token, so that they stand still, and slots that nobody steps: what is written there lies beyond what the slot holds."""
     ends = [self.end(i) for i in spare]
     seeds = [(r.seed & 0xffffffff, r.seed >> 32) for r in runs] + [(0, 0)] * len(spare)
     law = [(r.sampling.temperature, r.sampling.top_p, r.sampling.top_k, r.sampling.min_p) for r in runs] + [(0., 1., 0., 0.)] * len(spare)
@@ -513,20 +514,30 @@ class Engine:
     """The position from which a lane that is not in use may write."""
     return min(len(self.slot[slot].held), (self.max_context or 0) - 1)
 
-  def lanes_for(self, runs: Sequence[Run], plan: Plan) -> Lanes:
-    """The lanes of the smallest captured step that holds these replies, as their last step left them or armed anew."""
-    size = next(n for n in LANES if n >= len(runs))
-    size = min(size, self.slots)
-    if (lanes := self.lanes.get(size)) is None:
+  def lanes_for(self, runs: Sequence[Run], plan: Plan, size: int = 1, number: int = 0, spare: Sequence[int] = ()) -> Lanes:
+    """The `number`-th lanes of this size, as the last step of these replies left them or armed anew."""
+    if (lanes := self.lanes.get((size, number))) is None:
       V = self.config.vocab_size
       state = State(self.make(np.int32, 2, size), self.make(np.int32, size), self.make(np.int32, size, 2), self.make(np.float32, size, 4),
-                    self.make(np.float32, size, 3), self.make(np.float32, size, V), self.make(np.int32, size, 2, V))
-      lanes = self.lanes[size] = Lanes(size, state)
-    if not lanes.hold(runs, plan.penalised) or any(self.end(slot) != end for slot, end in lanes.spare):
-      self.arm(runs, lanes, plan.penalised)
+                    self.make(np.float32, size, 3), self.make(np.float32, size, V), self.make(np.int32, size, 2, V), number)
+      lanes = self.lanes[size, number] = Lanes(size, state)
+    if not lanes.hold(runs, plan.penalised) or lanes.spare != [(slot, self.end(slot)) for slot in spare]:
+      self.arm(runs, lanes, plan.penalised, list(spare))
     lanes.held = None                                      # until the step has been read
     for slot, start in [(r.slot, r.pos) for r in runs] + lanes.spare: self.slot[slot].touch(start, plan.width)
     return lanes
+
+  def shared(self, runs: Sequence[Run], plan: Plan) -> list[tuple[Sequence[Run], Lanes]]:
+    """The replies in the lanes of one step, or on a CPU of several steps that run at the same time, a core for each: a step of
+    few rows waits for other cores longer than it computes, so a step is never cut, only the replies are."""
+    n, lanes = len(runs), lambda size: min(next(k for k in LANES if k >= size), self.slots)
+    parts = min(self.threads, -(-n // 4))
+    while parts > 1 and parts * lanes(-(-n // parts)) > self.slots: parts -= 1
+    size, used = -(-n // parts), {r.slot for r in runs}
+    free = iter([i for i in range(self.slots) if i not in used])
+    cut = [runs[i:i + size] for i in range(0, n, size)]
+    return [(part, self.lanes_for(part, plan, lanes(size), i, [next(free) for _ in range(lanes(size) - len(part))]))
+            for i, part in enumerate(cut)]
 
   def advance(self, runs: Sequence[Run]) -> list[Block]:
     """One step of replies whose rows are in their slots -> what each goes on with; no ids for one whose step must be
@@ -536,8 +547,14 @@ class Engine:
     does all that any of them needs."""
     plan = joined([r.plan for r in runs])
     plan = replace(plan, context=self.bucket(max(r.pos for r in runs) + plan.width))
-    lanes = self.lanes_for(runs, plan)
-    packed, logits = self.masked_step(plan, lanes, runs) if plan.masked else self.step(plan, lanes.state)
+    parts = self.shared(runs, plan)
+    take = lambda part: self.masked_step(plan, part[1], part[0]) if plan.masked else self.step(plan, part[1].state)
+    ready = all(("settle" if plan.masked else "step", plan, p.size, p.state.number) in self.graphs for _, p in parts)
+    results = list(self.pool.map(take, parts) if ready and len(parts) > 1 else map(take, parts))       # capturing is for one alone
+    return [block for (part, lanes), found in zip(parts, results) for block in self.settled(part, lanes, plan, *found)]
+
+  def settled(self, runs: Sequence[Run], lanes: Lanes, plan: Plan, packed: np.ndarray, logits: np.ndarray | None) -> list[Block]:
+    """A step's results, given to the replies that it was made for."""
     blocks, limit = [], self.max_context or 0
     for i, r in enumerate(runs):
       n, *block = packed[i].tolist()

@@ -23,7 +23,7 @@ from prometheus_client import generate_latest
 
 import specgrad
 from specgrad.api import ReplyText
-from specgrad.batch import Batch, Full
+from specgrad.batch import Batch, Closed, Full
 from specgrad.completion import Choice, Completion, Metrics, Piece
 from specgrad.connection import HEADER_BYTES, TOO_LONG, Exchange, Gone, Server, bind
 from specgrad.encoding import THINK_END, Encoding, PromptError
@@ -172,9 +172,10 @@ class App:
                                 logprobs=request.logprobs, mask=own)
         text = ReplyText(self.tokenizer, request.stop, None if request.ignore_eos else self.model.config.eos_token_id)
         choices.append(Choice(i, job, text, own, ReplyParser(request.effort != "off") if request.chat else None, len(ids)))
-    except (Full, ValueError) as error:
+    except (Full, Closed, ValueError) as error:
       for choice in choices: choice.job.cancel()
       if isinstance(error, Full): raise RequestError("the queue is full, try again soon", code="queue_full", status=429) from None
+      if isinstance(error, Closed): raise RequestError("no requests are taken", code="unavailable", status=503) from None
       raise RequestError(str(error)) from None
     return choices
 
@@ -210,6 +211,7 @@ def command(args: argparse.Namespace, load: Callable[[], Model]) -> None:
     model = load()
     assert model.tokenizer is not None
     check_tokens(model.tokenizer)
+    label = model.verifier(temperature=1.0, depth=args.depth, coupled=args.coupled)  # refuses a depth that cannot be
     host, port = socket.getsockname()[:2]
     local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     folder = Path(args.model) if args.model else specgrad.demo_path()
@@ -219,7 +221,8 @@ def command(args: argparse.Namespace, load: Callable[[], Model]) -> None:
     app = App(model, batch, args.slots, folder, key, local, log)
     if key is None and not local: log(f"no --api-key: whoever reaches {host} can use it")
     serve(app, socket, f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 serves {app.name!r}: context {model.max_context}, "
-          f"{args.slots} at once, {QUEUE} may wait, {'with' if key else 'without'} an API key. Ctrl-C ends it after the last reply")
+          f"{args.slots} at once, {QUEUE} may wait, {'with' if key else 'without'} an API key; verifier: {label}. "
+          "Temperature 1 and no thinking unless a request asks for it. Ctrl-C ends it after the last reply")
 
 def serve(app: App, socket: Any, hello: str) -> None:
   """Until a signal, or until the engine fails. Raises ArithmeticError then. hello: the line that says it listens."""

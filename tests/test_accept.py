@@ -49,6 +49,7 @@ def test_sums_of_made_replies() -> None:
   assert (code["tok_s"], code["tok_s_plain"], code["speedup"]) == (13 / 4, 1, 13 / 4)
   assert (code["prompts"], code["differ_from_width_1"], code["repeat_loop_rate"]) == (2, 1, .5)
   assert code["al_by_out_position"] == {"0-31": pytest.approx(13 / 6), "32-127": None, "128+": None}
+  assert code["al_by_out_position_ci95"] == {"0-31": code["al_ci95"], "32-127": None, "128+": None}
   assert 2 <= code["al_ci95"][0] <= 13 / 6 <= code["al_ci95"][1] <= 9 / 4
   assert prose["al_ci95"] is None  # one prompt says nothing about their spread
   assert random["synthetic"] and s["headlines"][0]["classes"] == ["code", "prose"]

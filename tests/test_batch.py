@@ -691,11 +691,11 @@ def test_no_mask_is_not_a_mask(models: Models) -> None:
 
 # ------------------------------------------------------------------------------------------------ what a step is
 def test_graphs_are_few_and_hold_no_view(models: Models, found_views: list[str]) -> None:
-  """Of all that ran in this module. A step is captured for 1, 4 and 16 sequences, or as many as there are slots."""
+  """Of all that ran in this module. A step is captured for 1, 4, 8 and 16 sequences, or as many as there are slots."""
   names, found = {"step", "propose", "settle"}, set[str]()
   for (_, slots), m in models.loaded.items():
     keys = [key for key in m.engine.graphs if key[0] in names]
-    assert {key[2] for key in keys} <= {n for n in (1, 4, 16) if n <= slots} | {slots}
+    assert {key[2] for key in keys} <= {n for n in (1, 4, 8, 16) if n <= slots} | {slots}
     found |= {key[0] for key in keys}
   assert found == names and found_views == []
 

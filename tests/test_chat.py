@@ -169,7 +169,7 @@ def start(chat: Terminal, max_tokens: int) -> None:
   chat.do("/undo")
   chat.do(f"/set max_tokens {max_tokens}")
   chat.send("go\r")
-  chat.expect("go\r\n.{40}")               # mid-reply
+  chat.expect("(?s)go\r\n.{40}")               # mid-reply
 
 def test_typed_during_a_reply(chat: Terminal) -> None:
   start(chat, 600)
@@ -191,7 +191,7 @@ def test_interrupts(chat: Terminal) -> None:
   chat.send("\x03")
   first = re.search(r"\(stopped\)\r\n(\d+) tokens, ", chat.expect("tok/s.*\r\n> "))
   chat.send("go\r")
-  chat.expect("go\r\n.{40}")
+  chat.expect("(?s)go\r\n.{40}")
   for _ in range(3):
     chat.send("\x03")
     chat.read(0.02)

@@ -170,6 +170,18 @@ def test_each_operation_takes_its_numerics_from_one_factor(cell: str) -> None:
     want = cache if name in compose.OF_THE_CACHE else values
     assert getattr(made, name).keywords["w4a8"] is want, name
 
+@pytest.mark.parametrize("cell", compose.CELLS)
+def test_an_indexers_query_goes_with_its_keys(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Both are rotated and rounded, or neither; all other queries go with the values."""
+  from specgrad import quant
+  said = lambda w4a8: lambda *args, index=False: (w4a8, index)
+  fake = lambda devices, w4a8: SimpleNamespace(**{n: said(w4a8) for n in (*compose.OF_THE_CACHE, "head_rope")})
+  monkeypatch.setattr(quant, "operations", fake)
+  weights, kv = cell.split("/")
+  ops = compose.operations_of(("CPU",), weights, kv)
+  assert ops.head_rope(1, 2, index=True) == (kv == "fp8", True) == (ops.index_topk()[0], True)
+  assert ops.head_rope(1, 2) == (weights != "reference", False)
+
 def test_a_run_from_beginning_to_end(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   """All controls hold; both factors change the law, activations more than what they are rounded to beforehand."""
   flags = ["--model", str(shared / "golden" / "dspark_w16" / "ckpt"), "--limit", "1", "--tokens", "5", "--probes", "1",

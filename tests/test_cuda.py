@@ -253,6 +253,7 @@ def test_hyper_connections(S: int, D: int, iters: int, w4a8: bool) -> None:
   check("hc_head", lambda T: (h[:T], fn[:S], scale[:1], base[:S], norm, 1e-3, 1e-6), 1e-5, 1, w4a8=w4a8)
   z, post, comb = normal(6, 33, D), normal(7, 33, S), normal(8, 33, S, S)
   check("hc_post", lambda T: (z[:T], h[:T], post[:T], comb[:T]), 2e-6, 1, w4a8=w4a8)
+  check("hc_post", lambda T: ((z[:T], h[:T, 0], h[:T, 1]), h[:T], post[:T], comb[:T]), 2e-6, 1, w4a8=w4a8)
 
 @needs_clang
 def test_hc_pre_with_extreme_mixes() -> None:

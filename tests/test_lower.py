@@ -52,12 +52,12 @@ def limits(found: dict[str, Any]) -> dict[str, bool]: return {x["what"]: x["hold
 # ------------------------------------------------------------------------------------------------ a whole step
 def nodes(alone: bool, sharded: bool = False) -> int:
   """Of one device. A product is two kernels, the laying out of what it is made with and the product, and what is laid out once
-  serves all products of a kind; an exchange is a copy and a sum (or what puts the parts side by side)."""
-  exchange = 0 if alone else 2
-  experts = 2 + 1 + 5 + exchange                           # router's product, choice; plan, up, middle, down, sum
+  serves all products of a kind; shares are copied, and added up where streams are updated."""
+  copy, exchange = (0, 0) if alone else (1, 2)             # what needs the sum, or parts side by side, as a tensor: a kernel more
+  experts = 2 + 1 + 5 + copy                               # router's product, choice; plan, up, middle, down, sum
   own = 2 + 1 + 2 + 1 + 1 + 1                              # wq_a, norm, wq_b, rotation; wkv, row
-  layer = 6 + own + 2 + 2 + 2 + exchange + experts         # streams; attention: shares and their sum, wo_a, wo_b
-  stage = layer - exchange                                 # on each device as a whole
+  layer = 6 + own + 2 + 2 + 2 + copy + experts             # streams; attention: shares and their sum, wo_a, wo_b
+  stage = layer - copy                                     # on each device as a whole
   compressor = 2 + 1
   indexer = 1 + 1 + 1 + 1 + 1 + 2                          # compressor, queries, their rotation, weights; scores, choice
   shares = 2 * (2 + 1) + (1 + 1) if sharded else 0         # queries and shares copied, shares put together; of the indexer best ones, too
@@ -117,6 +117,14 @@ def test_mistakes_end_in_one_line(small, capsys):
     assert lower.main(["--model", str(small), "--context", "1024", *flags]) == 2
     out = capsys.readouterr()
     assert out.err.startswith("lower: error: ") and text in out.err and out.err.count("\n") == 1
+
+def test_the_exit_status_says_whether_all_limits_hold(small, monkeypatch, capsys):
+  for holds, status in ((True, 0), (False, 1)):
+    monkeypatch.setattr(lower, "lower", lambda *args, holds=holds: {"holds": holds})
+    assert lower.main(["--model", str(small), "--gpus", "1"]) == status
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["schema"], said["arch"], said["holds"]) == ("specgrad.lower/1", "sm_120", holds) and "--gpus 1" in said["command"]
+  assert lower.Limit("x", 900, 900).holds and not lower.Limit("x", 900.5, 900).holds
 
 # ------------------------------------------------------------------------------------------------ chains of copies
 def kernel(name: str, outs: tuple[int, ...], ins: tuple[int, ...], grid: tuple[int, int, int] = (1, 1, 1)) -> UOp:

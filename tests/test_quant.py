@@ -265,6 +265,12 @@ def test_hc_post(S: int, D: int) -> None:
   want = oracle.hc_post(*(a.astype(float) for a in (z, h, post, comb)))
   check("hc_post", lambda T: (z[:T], h[:T], post[:T], comb[:T]), [want], rows=PLAIN if D == 7 else SOME)
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_hc_post_adds_up_shares(ranks: int) -> None:
+  z, h, post, comb = [normal(5 + r, 33, 12) for r in range(ranks)], normal(2, 33, 4, 12), normal(3, 33, 4), normal(4, 33, 4, 4)
+  want = oracle.hc_post(*(a.astype(float) for a in (sum(z), h, post, comb)))
+  check("hc_post", lambda T: (tuple(a[:T] for a in z), h[:T], post[:T], comb[:T]), [want], rows=SOME)
+
 @pytest.mark.parametrize("S, D", [(4, 7), (3, 40)])
 def test_hc_head(S: int, D: int) -> None:
   h, fn, scale, base, norm = normal(1, 33, S, D), normal(2, S, S * D), normal(3, 1), normal(4, S), normal(5, D)

@@ -3,7 +3,6 @@ demonstration checkpoint."""
 import http.client
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
@@ -20,16 +19,16 @@ from typing import Any
 import openai
 import pydantic  # comes with openai
 import pytest
-import standin  # noqa: F401  takes the place of specgrad.batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import specgrad
-from specgrad import batch, connection
+from specgrad import connection
+from specgrad.batch import Batch, Full
 from specgrad.connection import Server, bind
 from specgrad.encoding import EOS, THINK_END
-from specgrad.engine import Sampling, Stats
+from specgrad.engine import Block, Sampling, Stats, TokenLogprobs
 from specgrad.prompt import encode_chat
 from specgrad.serve import App, log, read_key, serve
 from specgrad.tokenizer import Tokenizer
@@ -49,7 +48,7 @@ class Job:
 
   def cancel(self) -> None: self.cancelled.set()
 
-  def __iter__(self) -> Iterator[batch.Block]:
+  def __iter__(self) -> Iterator[Block]:
     try:
       for block in self.blocks:
         while self.gate and not self.gate.acquire(timeout=0.01) and not self.cancelled.is_set(): pass
@@ -61,7 +60,7 @@ class Job:
         self.stats.steps += 1
         self.stats.drafted = [n + 1 for n in self.stats.drafted or [0] * k]
         self.stats.accepted = [n + (len(ids) > i + 1) for i, n in enumerate(self.stats.accepted or [0] * k)]
-        yield batch.Block(ids, [batch.TokenLogprobs(-float(i), [(i, -float(i)), (i + 1, -float("inf"))]) for i in ids])
+        yield Block(ids, [TokenLogprobs(-float(i), [(i, -float(i)), (i + 1, -float("inf"))]) for i in ids])
       self.stats.finish_reason = self.reason
     finally: self.over.set()
 
@@ -90,10 +89,10 @@ class Script:
 
   @property
   def active(self) -> int: return sum(not job.over.is_set() for job in self.jobs)
-  waiting = 3
+  waiting = (None,) * 3
 
   def submit(self, ids: Sequence[int], max_tokens: int, sampling: Sampling, **more: Any) -> Job:
-    if len(self.jobs) >= self.room: raise batch.Full
+    if len(self.jobs) >= self.room: raise Full
     if any(token >= 2048 for token, _ in sampling.logit_bias): raise ValueError("sampling: logit_bias of id 4000, want 0 to 2047")
     self.asked.append(SimpleNamespace(ids=list(ids), max_tokens=max_tokens, sampling=sampling, **more))
     self.jobs.append(Job(self.blocks if not self.jobs or self.later is None else self.later, self.reason, self.gate))
@@ -857,8 +856,8 @@ def test_any_bytes_get_an_answer(scripted: Running, data: bytes) -> None:
 # ---------------------------------------------------------------------------------------------- the demonstration checkpoint
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Running]:
-  model = specgrad.load()
-  server = Running(model, batch.Batch(model.engine, 16, 64), specgrad.demo_path())
+  model = specgrad.load(slots=16)
+  server = Running(model, Batch(model.engine, 64), specgrad.demo_path())
   yield server
   server.stop()
 
@@ -925,10 +924,8 @@ def test_curl(demo: Running) -> None:
 class Command:
   """The command in a process of its own."""
   def __init__(self, *flags: str):
-    script = "import sys, standin; from specgrad.run import main; sys.exit(main(sys.argv[1:]))"
-    env = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}"}
-    self.process = subprocess.Popen([sys.executable, "-c", script, "--serve", "0", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                    env=env, text=True)
+    command = [sys.executable, "-m", "specgrad.run", "--serve", "0", *flags]
+    self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[1], text=True)
     self.err = ""
     assert self.process.stderr is not None
     while not (found := re.search(r"http://127.0.0.1:(\d+)/v1 serves 'demo'", self.err)):
@@ -951,7 +948,7 @@ class Command:
 
 def test_signals() -> None:
   """The first lets the reply end and takes nothing new; exit code 0."""
-  server = Command("--draft", "none")
+  server = Command("--draft", "none", "--slots", "1")
   reply = server.stream(200)
   server.process.send_signal(signal.SIGTERM)
   text = reply.read().decode()
@@ -961,7 +958,7 @@ def test_signals() -> None:
   with pytest.raises(ConnectionRefusedError): socket.create_connection(("127.0.0.1", server.port))
 
 def test_a_second_signal_cancels() -> None:
-  server = Command("--draft", "none")
+  server = Command("--draft", "none", "--slots", "1")
   reply = server.stream(4000)
   server.process.send_signal(signal.SIGINT)
   until(lambda: server.process.stderr is not None and "shutting down" in server.process.stderr.readline())
@@ -973,14 +970,15 @@ def test_a_second_signal_cancels() -> None:
 
 @pytest.mark.parametrize("flags, error", [
   (("--serve", "70000"), "--serve=70000, want a port from 0 (any free one) to 65535"),
-  (("--serve", "0", "--slots", "0"), "--slots=0, want 1 to 256"),
+  (("--serve", "0", "--slots", "0"), "--slots=0, want 1 to "),
   (("--serve", "0", "--api-key", "/nowhere"), "--api-key='/nowhere': No such file or directory, want a file that holds the key"),
   (("--serve", "0", "--host", "no.such.host.invalid"), "--host='no.such.host.invalid' --serve=0: "),
+  (("--serve", "0", "--depth", "9"), "engine: depth=9, want 0 to 5 (the draft's block size)"),
   (("--serve", "0", "-p", "x"), "--serve: answers requests, want no -p and no --self-test beside it")])
 def test_mistakes_of_the_command(flags: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]) -> None:
   from specgrad import run
   assert run.main(flags) == 2
-  assert capsys.readouterr().err.startswith(f"specgrad: error: {error}")
+  assert capsys.readouterr().err.splitlines()[-1].startswith(f"specgrad: error: {error}")
 
 def test_a_taken_port_and_a_bad_key(tmp_path: Path) -> None:
   with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="Address already in use, want an address"):

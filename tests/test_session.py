@@ -158,6 +158,7 @@ def test_a_restored_engine_goes_on_bit_for_bit(draft: str, numerics: str, home: 
   ids = says("Hello, I am Olga. What is 7 plus 8? " * 12)   # past the window of 128
   ids += model.generate(ids, max_tokens=30).ids + says("Who am I?")[1:]
   session.save("a", Saved("", {}, engine.snapshot()))
+  stood = engine.held, engine.written      # from the latter follows how far the position may move back
 
   def go_on() -> tuple[Any, dict[str, np.ndarray]]:
     reply = model.generate(ids, max_tokens=60, temperature=2.0, seed=3, ignore_eos=True)
@@ -170,6 +171,7 @@ def test_a_restored_engine_goes_on_bit_for_bit(draft: str, numerics: str, home: 
   with pytest.raises(ValueError, match=r"target.1.compressor.entries=\(\d+, \d+\), want "):
     engine.restore(state | {"ids": state["ids"][:8]})
   engine.restore(state)
+  assert (engine.held, engine.written) == stood and engine.written > len(engine.held)
   assert want[1] > 150 and go_on()[0] == want
   engine.restore(state)
   assert all((array == left[name]).all() for name, array in go_on()[1].items())

@@ -169,15 +169,16 @@ def block(model: Any, w: Any, h: Any, ids: Any, attend: Callable[[Any], tuple[An
   settings = c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps
   x, post, comb = ops.hc_pre(h, w.hc_attn_fn, w.hc_attn_scale, w.hc_attn_base, w.attn_norm.weight, *settings)
   z, written = attend(x)
-  if observe: observe("attn_in", x), observe("attn_out", z)
+  if observe: observe("attn_in", x)
   h = ops.hc_post(z, h, post, comb)
   x, post, comb = ops.hc_pre(h, w.hc_ffn_fn, w.hc_ffn_scale, w.hc_ffn_base, w.ffn_norm.weight, *settings)
   z = moe(model, w.ffn, x, ids, observe)
-  if observe: observe("ffn_in", x), observe("ffn_out", z)
+  if observe: observe("ffn_in", x)
   return ops.hc_post(z, h, post, comb), written
 
 def attention(model: Any, w: Any, x: Any, where: Where, ratio: int, state: LayerCache, observe: Observe | None) -> tuple[Any, list[Any]]:
-  """(T, D) -> (T, D): attention over the window and over the compressed entries each row may see; and the buffers written.
+  """(T, D) -> every device's share of (T, D): attention over the window and over the compressed entries each row may see; and the
+  buffers written.
 
   Each device computes its own heads. Where entries are split, a device attends to its own of them for all heads: it is given
   everyone's queries, and gives back everyone's shares of the softmax."""
@@ -206,7 +207,9 @@ def attention(model: Any, w: Any, x: Any, where: Where, ratio: int, state: Layer
     parts = ops.attend_part(everyone(q), window, entries, chosen, at, c.sliding_window, n, ratio, ops.rank, c.qk_rope_head_dim)
     o = ops.attend_merge(deliver(parts), w.attn_sink, rope)
   else: o = ops.attend(q, window, entries, chosen, w.attn_sink, rope, at, c.sliding_window, n, ratio)
-  return ops.total(output(model, w, o, model.shares, rounded=ops.alone)), written
+  z = output(model, w, o, model.shares, rounded=ops.alone)
+  if observe: observe("attn_out", ops.total(z))
+  return everyone(z), written
 
 def output(model: Any, w: Any, o: Any, shares: int, rounded: bool) -> Any:
   """(T, H, d) of a device's heads -> (T, D): its groups' products, then their share of the sum over all groups."""
@@ -221,12 +224,15 @@ def compressor(model: Any, w: Any, x: Any, where: Where, ratio: int, state: Comp
                       index=index, **split)
 
 def moe(model: Any, w: Any, x: Any, ids: Any, observe: Observe | None) -> Any:
-  """(T, D), int32 (T,) -> (T, D): the chosen experts and the shared one. Of several devices each has its experts by number."""
+  """(T, D), int32 (T,) -> every device's share of (T, D): the chosen experts and the shared one. Of several devices each has its
+  experts by number."""
   c, ops, gate, n = model.config, model.ops, w.gate, model.shares
   scores = ops.linear(x, gate.weight, quantise=False, rounded=False)
   chosen, weights = ops.route(scores, getattr(gate, "bias", None), getattr(gate, "tid2eid", None), ids,
                               c.num_experts_per_tok, c.routed_scaling_factor)
   if observe: observe("experts", chosen)
   first = {} if ops.alone else {"first": Each(c.n_routed_experts * r // n for r in range(n)), "rounded": False}
-  return ops.total(ops.experts(x, w.experts.w13.weight, w.experts.w2.weight, w.shared_experts.w13.weight, w.shared_experts.w2.weight,
-                               chosen, weights, c.swiglu_limit, **first))
+  z = ops.experts(x, w.experts.w13.weight, w.experts.w2.weight, w.shared_experts.w13.weight, w.shared_experts.w2.weight, chosen, weights,
+                  c.swiglu_limit, **first)
+  if observe: observe("ffn_out", ops.total(z))
+  return everyone(z)

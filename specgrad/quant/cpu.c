@@ -24,6 +24,22 @@ typedef long long i64;
 #define RANK 0
 #define RANKS 1
 #endif
+// one parameter for each device
+#define EACH1(X) X(0)
+#define EACH2(X) EACH1(X), X(1)
+#define EACH3(X) EACH2(X), X(2)
+#define EACH4(X) EACH3(X), X(3)
+#define EACH5(X) EACH4(X), X(4)
+#define EACH6(X) EACH5(X), X(5)
+#define EACH7(X) EACH6(X), X(6)
+#define EACH8(X) EACH7(X), X(7)
+#define JOINED(a, b) a##b
+#define JOIN(a, b) JOINED(a, b)
+#define EACH(X) JOIN(EACH, RANKS)(X)
+#define IN(i) const float* restrict in##i
+#define OUT(i) float* restrict out##i
+#define IN_NAME(i) in##i
+#define OUT_NAME(i) out##i
 static inline int own(int n) { return (n + RANKS - 1 - RANK) / RANKS; }  // of n entries how many are kept here
 
 static inline float hsum(v8 a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
@@ -231,10 +247,13 @@ void NAME(float* restrict x, float* restrict post, float* restrict comb, const f
 }
 #endif
 
-#ifdef KERNEL_hc_post         // out (T,S,D); z (T,D), h (T,S,D), post (T,S), comb (T,S,S)
-void NAME(float* restrict out, const float* restrict z, const float* restrict h, const float* restrict post, const float* restrict comb) {
+#ifdef KERNEL_hc_post         // out (T,S,D); shares of z (T,D), h (T,S,D), post (T,S), comb (T,S,S)
+void NAME(float* restrict out, EACH(IN), const float* restrict h, const float* restrict post, const float* restrict comb) {
+  const float* z[] = { EACH(IN_NAME) };
   for (int t = 0; t < T; t++) for (int k = 0; k < S; k++) for (int d = 0; d < D; d++) {
-    float a = post[t * S + k] * z[(i64)t * D + d];
+    float all = in0[(i64)t * D + d];
+    for (int r = 1; r < RANKS; r++) all += z[r][(i64)t * D + d];
+    float a = post[t * S + k] * (RANKS > 1 ? rnd(all) : all);
     for (int j = 0; j < S; j++) a += comb[(t * S + j) * S + k] * h[((i64)t * S + j) * D + d];
     out[((i64)t * S + k) * D + d] = rnd(a);
   }
@@ -652,23 +671,6 @@ void NAME(float* restrict out, const float* restrict q, const u8* restrict keys,
   }
 }
 #endif
-
-// one parameter for each device
-#define EACH1(X) X(0)
-#define EACH2(X) EACH1(X), X(1)
-#define EACH3(X) EACH2(X), X(2)
-#define EACH4(X) EACH3(X), X(3)
-#define EACH5(X) EACH4(X), X(4)
-#define EACH6(X) EACH5(X), X(5)
-#define EACH7(X) EACH6(X), X(6)
-#define EACH8(X) EACH7(X), X(7)
-#define JOINED(a, b) a##b
-#define JOIN(a, b) JOINED(a, b)
-#define EACH(X) JOIN(EACH, RANKS)(X)
-#define IN(i) const float* restrict in##i
-#define OUT(i) float* restrict out##i
-#define IN_NAME(i) in##i
-#define OUT_NAME(i) out##i
 
 #ifdef KERNEL_index_choose    // out (T,KEPT) bytes; for each rank (T,2,TOPK): the own ones of the TOPK best of all
 void NAME(u8* restrict out, EACH(IN)) {

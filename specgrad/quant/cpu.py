@@ -63,9 +63,9 @@ def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, ite
                       T=T, S=S, D=D, ITERS=iters, HC_EPS=float(hc_eps), EPS=float(eps), W4A8=int(w4a8))
   return x, post, comb
 
-def hc_post(z: Tensor, h: Tensor, post: Tensor, comb: Tensor, w4a8: bool = False) -> Tensor:
-  T, S, D = h.shape
-  return run("hc_post", [new(h, T, S, D)], [z, h, post, comb], T=T, S=S, D=D, W4A8=int(w4a8))[0]
+def hc_post(z: Tensor | tuple[Tensor, ...], h: Tensor, post: Tensor, comb: Tensor, w4a8: bool = False) -> Tensor:
+  (T, S, D), shares = h.shape, z if isinstance(z, tuple) else (z,)
+  return run("hc_post", [new(h, T, S, D)], [*shares, h, post, comb], T=T, S=S, D=D, RANK=0, RANKS=len(shares), W4A8=int(w4a8))[0]
 
 def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc_eps: float, eps: float,
             w4a8: bool = False) -> tuple[Tensor, Tensor]:

@@ -430,11 +430,18 @@ KERNEL NAME(OUT y, OUT x, IN part, IN h, IN scale, IN base, IN norm) {
 }
 #endif
 
-#ifdef KERNEL_hc_post         // out (T,S,D); z (T,D), h (T,S,D), post (T,S), comb (T,S,S). Grid: parts of a row, T
-KERNEL NAME(OUT out, IN z, IN h, IN post, IN comb) {
+#ifdef KERNEL_hc_post         // out (T,S,D); shares of z (T,D), h (T,S,D), post (T,S), comb (T,S,S). Grid: parts of a row, T
+KERNEL NAME(OUT out, EACH(INS), IN h, IN post, IN comb) {
+  const float* z[RANKS] = { EACH(IN_NAME) };
   const int d = (blockIdx.x * THREADS + threadIdx.x) * VN; const i64 t = blockIdx.y; float a[VN], v[S][VN], o[VN];
   if (d >= D) return;
-  load_vec(a, z + t * D + d);
+  load_vec(a, in0 + t * D + d);
+#pragma unroll
+  for (int r = 1; r < RANKS; r++) {
+    load_vec(o, z[r] + t * D + d);
+    for (int e = 0; e < VN; e++) a[e] += o[e];
+  }
+  for (int e = 0; e < VN; e++) a[e] = RANKS > 1 ? rnd(a[e]) : a[e];
 #pragma unroll
   for (int j = 0; j < S; j++) load_vec(v[j], h + (t * S + j) * D + d);
 #pragma unroll

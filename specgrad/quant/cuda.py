@@ -87,10 +87,10 @@ def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, ite
                        _threads(D // _vec(D)), S=S, D=D, M=fn.shape[0], ITERS=iters, HC_EPS=float(hc_eps), EPS=float(eps), W4A8=int(w4a8))
   return x, post, comb
 
-def hc_post(z: Tensor, h: Tensor, post: Tensor, comb: Tensor, w4a8: bool = False) -> Tensor:
-  T, S, D = h.shape
-  per = _vec(D) * 64
-  return _run("hc_post", [_new(h, T, S, D)], [z, h, post, comb], (_parts(D, per), T), 64, S=S, D=D, W4A8=int(w4a8))[0]
+def hc_post(z: Tensor | tuple[Tensor, ...], h: Tensor, post: Tensor, comb: Tensor, w4a8: bool = False) -> Tensor:
+  (T, S, D), shares = h.shape, z if isinstance(z, tuple) else (z,)
+  per, ranks = _vec(D) * 64, dict[str, Any](RANK=0, RANKS=len(shares)) if len(shares) > 1 else {}
+  return _run("hc_post", [_new(h, T, S, D)], [*shares, h, post, comb], (_parts(D, per), T), 64, S=S, D=D, W4A8=int(w4a8), **ranks)[0]
 
 def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc_eps: float, eps: float,
             w4a8: bool = False) -> tuple[Tensor, Tensor]:

@@ -106,8 +106,10 @@ def hc_pre(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, ite
   x = rnd((pre.unsqueeze(-1) * h).sum(1), w4a8).contiguous()
   return rms_norm(x, norm, eps, w4a8), post.contiguous(), comb.contiguous()
 
-def hc_post(z: Tensor, h: Tensor, post: Tensor, comb: Tensor, w4a8: bool = False) -> Tensor:
-  """float32 (T, D), (T, S, D), (T, S), (T, S, S) -> the new streams (T, S, D)."""
+def hc_post(z: Tensor | tuple[Tensor, ...], h: Tensor, post: Tensor, comb: Tensor, w4a8: bool = False) -> Tensor:
+  """float32 (T, D), (T, S, D), (T, S), (T, S, S) -> the new streams (T, S, D). z may be shares of a product, to be added up in
+  their order and rounded as it is."""
+  if isinstance(z, tuple): z = rnd(functools.reduce(Tensor.add, z), w4a8) if len(z) > 1 else z[0]
   return rnd(post.unsqueeze(-1) * z.unsqueeze(1) + (comb.unsqueeze(-1) * h.unsqueeze(2)).sum(1), w4a8).contiguous()
 
 def hc_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm: Tensor, hc_eps: float, eps: float,

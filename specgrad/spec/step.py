@@ -33,6 +33,7 @@ class State:
   penalties: Any                                           # float32 (B, 3): repetition, presence, frequency
   bias: Any                                                # float32 (B, V): added to every row of logits
   counts: Any                                              # int32 (B, 2, V): in the prompt, in the reply (anchor included)
+  number: int = 0                                          # of states of one size that are stepped at the same time
 
 @dataclass(frozen=True)
 class Plan:
