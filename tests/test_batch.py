@@ -266,6 +266,10 @@ def test_lanes_that_nobody_uses_leave_no_trace(models: Models, draft: str) -> No
     assert [len(ids) for ids in worked(batch, jobs)] == [30, 30, 25] and {job.run.slot for job in jobs} == {1, 2, 3}
     same(seen(e, held, 0), before)
     assert len(e.slot[0].held) == held
+    lanes = e.lanes[4]                                     # nobody's stood still, behind what their slots hold
+    at, ends = lanes.state.at.numpy().T.tolist(), [(end, slot) for slot, end in lanes.spare]
+    assert (held, 0) in ends and [tuple(x) for x in at[4 - len(ends):]] == ends
+    assert (lanes.state.anchor.numpy() == -1).tolist() == [False] * (4 - len(ends)) + [True] * len(ends)
     more = Ask((*a.ids, *first, 8, 6), 5)
     batch = Batch(e)
     job = more.submit(batch)
@@ -274,7 +278,8 @@ def test_lanes_that_nobody_uses_leave_no_trace(models: Models, draft: str) -> No
 
 @pytest.mark.parametrize("draft", ["auto", "small"])
 def test_a_slot_that_is_being_filled(models: Models, draft: str) -> None:
-  """Its lane is nobody's while the others step between its chunks: the prompt's bytes are those of a prefill alone."""
+  """Its lane is nobody's while the others step between its chunks: the prompt's bytes are those of a prefill alone. The slot held
+  129 positions of something else, where that lane stood before."""
   a = ask(400, 6, 41)
   alone, e = models(draft).engine, models(draft, 4).engine
   alone.reset()
@@ -284,6 +289,9 @@ def test_a_slot_that_is_being_filled(models: Models, draft: str) -> None:
   e.reset()
   spoil(e)
   batch = Batch(e)
+  batch.idle = [3, 0, 1, 2]
+  earlier = ask(129, 1).submit(batch)
+  until(batch, lambda: earlier.stats.finish_reason != "")
   others = [b.submit(batch) for b in (ask(3, 60), ask(20, 60, temperature=1.0, seed=4), ask(12, 60))]
   until(batch, lambda: all(job.stats.steps for job in others))
   job, steps = a.submit(batch), [other.stats.steps for other in others]
