@@ -288,6 +288,14 @@ def test_a_tensor_is_laid_out_once_for_all_its_products_but_a_buffer_each_time()
   del made
   assert not cp.LAID
 
+def test_rows_on_two_devices_are_columns() -> None:
+  devices, w = ("CPU", "CPU:1"), stored(1, "FP4", 64, 128)
+  assert w.scale is not None
+  halves = Weight("FP4", *(Tensor(a).shard(devices, axis=0).realize() for a in (w.data, w.scale)))
+  out = cp.linear(Tensor.empty(3, 128).shard(devices).realize(), halves, w4a8=True)
+  assert out.shape == (3, 64) and out.uop.axis == 1
+  assert cp.linear_launch(3, 1, 32, 128, "FP4", True, True).symbol in {u.arg.name for u in out.uop.toposort() if u.op is Ops.PROGRAM}
+
 # ------------------------------------------------------------------------------------------------ what nvcc makes of it
 def real() -> dict[str, cp.Launch]:
   """The kernels of V4-Flash by what they are for."""

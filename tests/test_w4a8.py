@@ -1020,3 +1020,21 @@ def test_inside_a_precompiled_function() -> None:
     x = device(halves(seed, 6, 256))
     want = cpu.experts(cpu.linear(x, first, w4a8=True), *stacks, *chosen, limit, w4a8=True).numpy()
     assert inner(x, *parts, *chosen).numpy().tobytes() == want.tobytes()
+
+@BOTH
+@pytest.mark.parametrize("kind", ["FP8", "FP4"])
+def test_linear_on_two_devices(ops: Any, kind: str) -> None:
+  """Rows of the weight on two devices give columns of the result."""
+  x, w, devices = halves(1, 6, 256), as_stored(kind, 2, 10, 256), ("CPU", "CPU:1")
+  parts = [Tensor(a).shard(devices, axis=0).realize() for a in w[1:] if a is not None]
+  got = ops.linear(Tensor(x).shard(devices).realize(), Weight(kind, *parts), w4a8=True)
+  assert got.shape == (6, 10)
+  alike(got.numpy(), run(cpu, "linear", x, w)[0], 0.01)
+
+def test_experts_on_two_devices() -> None:
+  """With copies of everything each device has the whole result, bit for bit."""
+  x, *w, ids, weights, limit = expert_args("FP4", "FP8", 128, 128, 128, 4, 2)(6)
+  copies = lambda a: Tensor(np.ascontiguousarray(a)).shard(("CPU", "CPU:1")).realize()
+  stacks = [Weight(m.kind, copies(m.data), copies(m.scale)) for m in w]
+  got = cpu.experts(copies(x), *stacks, copies(ids), copies(weights), limit, w4a8=True)
+  assert got.numpy().tobytes() == run(cpu, "experts", x, *w, ids, weights, limit)[0].tobytes()

@@ -81,9 +81,13 @@ def rms_norm(x: Tensor, norm: Tensor, eps: float, w4a8: bool = False) -> Tensor:
 def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool = True, rounded: bool = True,
            w4a8: bool = False) -> Tensor:
   weight = as_weight(weight)
-  T, N, K = x.shape[0], weight.data.shape[0] // groups, x.shape[1] // groups
-  quantise = quantise and w4a8 and weight.kind in ("FP8", "FP4")
-  return run("linear", [new(x, T, groups * N)], [x, *parts(weight)], T=T, G=groups, N=N, K=K, K_MOST=K, KIND=weight.kind,
+  devices = weight.data.device
+  split = len(devices) if isinstance(devices, tuple) and weight.data.uop.axis == 0 else 1  # each has rows, and columns of the result
+  assert split == 1 or groups == 1, "groups of one device's rows and of another's would share a result"
+  T, N, K = x.shape[0], weight.data.shape[0] // groups // split, x.shape[1] // groups
+  quantise, out = quantise and w4a8 and weight.kind in ("FP8", "FP4"), new(x, T, groups * N)
+  if split > 1: out = Tensor(out.uop.unshard(1), device=devices)
+  return run("linear", [out], [x, *parts(weight)], T=T, G=groups, N=N, K=K, K_MOST=K, KIND=weight.kind,
              QUANTISE=int(quantise), ROUND=int(rounded and w4a8), W4A8=int(w4a8))[0]
 
 def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | Tensor, s2: Weight | Tensor, ids: Tensor,

@@ -64,7 +64,13 @@ def _program(*bufs: UOp, launch: Launch, writes: int) -> UOp:
 def run(launch: Launch, outs: list[Tensor], ins: list[Tensor]) -> list[Tensor]:
   """The tensors of `outs` after the kernel wrote them."""
   fxn = functools.partial(_program, launch=launch, writes=len(outs))
-  return Tensor.custom_kernel(*outs, *[as_buffer(t) for t in ins], fxn=fxn)[:len(outs)]
+  return Tensor.custom_kernel(*outs, *[t if is_shards(t) else as_buffer(t) for t in ins], fxn=fxn)[:len(outs)]
+
+def is_shards(t: Tensor) -> bool:
+  """Whether each device holds its part of t as a whole buffer: as_buffer would copy it, weights too, in every step."""
+  part = t.uop.src[0] if t.uop.op is Ops.UNSHARD else None
+  return part is not None and part.op in (Ops.BUFFER, Ops.RESHAPE) and part.base.op is Ops.BUFFER and \
+    part.base.max_numel() == part.max_numel()
 
 # ------------------------------------------------------------------------------------------------ how a product is cut up
 SPAN = {"FP4": 32, "FP8": 16, "BF16": 8, "F32": 8}         # as in cuda_products.cu
@@ -142,11 +148,15 @@ def laid_out(x: Tensor, launch: Launch, size: int) -> Tensor:
 def linear(x: Tensor, weight: Weight | Tensor, groups: int = 1, quantise: bool = True, rounded: bool = True,
            w4a8: bool = False) -> Tensor:
   weight = as_weight(weight)
-  T, N, K = x.shape[0], weight.data.shape[0] // groups, x.shape[1] // groups
+  devices = len(weight.data.device) if isinstance(weight.data.device, tuple) and weight.data.uop.axis == 0 else 1
+  assert devices == 1 or groups == 1, "groups of one device's rows and of another's would share a result"
+  T, N, K = x.shape[0], weight.data.shape[0] // groups // devices, x.shape[1] // groups
   quantise = quantise and w4a8 and weight.kind in ("FP8", "FP4")
   laid = laid_out(x, prepare_launch(T * groups, K, weight.kind, quantise), laid_size(weight.kind, T * groups, K, quantise))
   launch = linear_launch(T, groups, N, K, weight.kind, quantise, rounded and w4a8)
-  return run(launch, [new(x, T, groups * N)], [laid, *parts(weight)])[0]
+  out = new(x, T, groups * N)
+  if devices > 1: out = Tensor(out.uop.unshard(1), device=weight.data.device)  # each device has columns: those of its rows of w
+  return run(launch, [out], [laid, *parts(weight)])[0]
 
 def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | Tensor, s2: Weight | Tensor, ids: Tensor,
             weights: Tensor, limit: float, first: int = 0, rounded: bool = True, w4a8: bool = False) -> Tensor:
@@ -155,7 +165,8 @@ def experts(x: Tensor, w13: Weight | Tensor, w2: Weight | Tensor, s13: Weight | 
   E, I, J, pairs = w13.data.shape[0], w13.data.shape[1] // 2, s13.data.shape[0] // 2, T * ids.shape[1]
   kind, shared = w13.kind, s13.kind
   assert (kind, shared) == (w2.kind, s2.kind), "one format for all of an expert"
-  arch = block_scaled(x.device) if takes_block_scaled(T, D, I, kind, w4a8) else ""
+  device = x.device if isinstance(x.device, str) else x.device[0]
+  arch = block_scaled(device) if takes_block_scaled(T, D, I, kind, w4a8) else ""
   plan_, up, middle, down, total = expert_launches(T, D, E, I, J, ids.shape[1], limit, kind, shared, w4a8, arch, first, rounded)
 
   def laid(kind: str, rows: int, k: int) -> Tensor: return new(x, laid_size(kind, rows, k, w4a8, bool(arch)), dtype=dtypes.uint16)
