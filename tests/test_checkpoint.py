@@ -382,7 +382,8 @@ def test_each_weight_may_have_its_own_format(name, dtype, ckpt, files, config, t
   else: np.testing.assert_allclose(after, before, rtol=1 / 16, atol=2.0**-16)
 
 @pytest.mark.parametrize("name, dtype, alike", [
-  ("layers.1.ffn.experts.2.w2", "BF16", "layers.1.ffn.experts."), ("layers.1.ffn.shared_experts.w2", "BF16", "layers.1.ffn.shared_experts."),
+  ("layers.1.ffn.experts.2.w2", "BF16", "layers.1.ffn.experts."),
+  ("layers.1.ffn.shared_experts.w2", "BF16", "layers.1.ffn.shared_experts."),
   ("mtp.2.markov_head.markov_w2", "F32", "mtp.2.markov_head.")], ids=["routed", "shared", "markov"])
 def test_what_one_operation_takes_is_held_alike(name, dtype, alike, ckpt, files, config, tmp_path):
   """Of a mixture of formats all becomes float32, and nothing else does."""
