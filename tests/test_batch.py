@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,17 @@ def test_a_draft_that_knows_the_reply(models: Models) -> None:
   assert [job.run.slot for job in jobs] == [0, 1, 2, 3] and len({tuple(job.stats.accepted) for job in jobs}) == 4
   assert all(sum(job.stats.accepted) > 20 for job in jobs)
 
+def test_steps_that_run_at_the_same_time(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+  """As on a CPU of four cores: twelve replies in three steps of four, each in a thread of its own."""
+  e, used = models("auto", 16).engine, Counter[int]()
+  monkeypatch.setattr(e, "threads", 4)
+  monkeypatch.setattr(e, "pool", ThreadPoolExecutor(4))
+  real = e.step
+  monkeypatch.setattr(e, "step", lambda plan, state: (used.update([threading.get_ident()]), real(plan, state))[1])
+  both(models, "auto", 16, [ask(3 + 5 * (i % 4), 40 + i, i % 5) for i in range(12)])
+  assert len([t for t, n in used.items() if n > 10]) >= 3 and {(4, 0), (4, 1), (4, 2)} <= set(e.lanes)
+  e.pool.shutdown()
+
 @pytest.mark.parametrize("draft", ["auto", "ngram", "none"])
 def test_contexts_across_a_border_of_captured_ones(models: Models, draft: str) -> None:
   """512: one is far beyond it, one steps over it, one stays below and is looked at with the others' context."""
@@ -266,7 +278,7 @@ def test_lanes_that_nobody_uses_leave_no_trace(models: Models, draft: str) -> No
     assert [len(ids) for ids in worked(batch, jobs)] == [30, 30, 25] and {job.run.slot for job in jobs} == {1, 2, 3}
     same(seen(e, held, 0), before)
     assert len(e.slot[0].held) == held
-    lanes = e.lanes[4]                                     # nobody's stood still, behind what their slots hold
+    lanes = e.lanes[4, 0]                                  # nobody's stood still, behind what their slots hold
     at, ends = lanes.state.at.numpy().T.tolist(), [(end, slot) for slot, end in lanes.spare]
     assert (held, 0) in ends and [tuple(x) for x in at[4 - len(ends):]] == ends
     assert (lanes.state.anchor.numpy() == -1).tolist() == [False] * (4 - len(ends)) + [True] * len(ends)
