@@ -181,6 +181,11 @@ class Model:
     differ. Forgets the conversation."""
     return self.engine.self_test()
 
+def canonical(device: str) -> str:
+  """tinygrad's own spelling: cuda:0 is CUDA."""
+  kind, _, number = device.partition(":")
+  return kind.upper() + (f":{number}" if number not in ("", "0") else "")
+
 def demo_path() -> Path:
   """The folder of the checkpoint that ships with the package."""
   return Path(__file__).parent / "demo"
@@ -199,7 +204,7 @@ def load(path: str | Path | None = None, *, numerics: str = "w4a8", devices: Seq
   Raises ConfigError, CheckpointError, TokenizerError, ValueError, each with one line that says what was wanted."""
   if numerics not in ("w4a8", "reference"): raise ValueError(f"load: numerics={numerics!r}, want 'w4a8' or 'reference'")
   if kv not in ("sharded", "replicated"): raise ValueError(f"load: kv={kv!r}, want 'sharded' or 'replicated'")
-  devices = (devices,) if isinstance(devices, str) else tuple(devices)
+  devices = tuple(map(canonical, (devices,) if isinstance(devices, str) else devices))
   if not devices or len({d.split(":")[0] for d in devices}) > 1 or len(set(devices)) < len(devices):
     raise ValueError(f"load: devices={','.join(devices) or 'none'}, want different ones of one kind")
   folder = Path(path) if path is not None else demo_path()

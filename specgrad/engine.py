@@ -1,8 +1,9 @@
 """Runs a model on its devices: loading, chunked prefill, one captured graph per decode step, what a later turn can reuse.
 
-Speaks token ids only. This is the one module that reads from a device, once a step. Positions, tokens and settings live
-in device buffers that the captured graphs close over, so that a step needs no argument and no recapture. The cache has a
-slot for each sequence; a step takes some of them, each in a lane of its own."""
+Speaks token ids only. This is the one module that reads from a device, once a step, and once more where a mask has to know
+what was drafted. Positions, tokens and settings live in device buffers that the captured graphs close over, so that a step
+needs no argument and no recapture. The cache has a slot for each sequence; a step takes some of them, each in a lane of its
+own. On a CPU several steps may run at the same time: they share weights and caches, but no slot, no lane and no graph."""
 import functools
 import hashlib
 import math

@@ -176,6 +176,16 @@ def test_coupled_replies(models: Models, draft: str) -> None:
   both(models, draft, 4, asks, coupled=True)
   for a in asks: assert models.alone(draft, a, coupled=True)[0] == models.alone("none", a)[0]
 
+def test_greedy_replies_share_the_step_of_coupled_ones(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+  e, asks, steps = models("ngram", 4).engine, [MIXED[0], MIXED[1]], list[set[str]]()
+  e.reset()
+  real = e.advance
+  monkeypatch.setattr(e, "advance", lambda runs: (steps.append({r.plan.rule for r in runs}), real(runs))[1])
+  batch = Batch(e)
+  jobs = [a.submit(batch) for a in asks]
+  assert worked(batch, jobs) == [models.alone("ngram", a)[0] for a in asks]
+  assert steps.count({"greedy", "coupled"}) >= min(job.stats.steps for job in jobs) - 1
+
 @pytest.mark.parametrize("depth", [0, 5])
 def test_depths(models: Models, depth: int) -> None:
   e = models("auto", 4).engine

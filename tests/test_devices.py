@@ -271,7 +271,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_read(shared: Path) -
   with pytest.raises(ValueError, match="can't be split evenly over 3 devices, want 1 or 2|can't be split evenly over 3 devices, want 1, 2"):
     load(devices=("CPU", "CPU:1", "CPU:2"), progress=lambda *x: events.append(x), max_context=64)
   assert events == [] and taken(before) == [0, 0]
-  for devices in ((), ("CPU", "CPU"), ("CPU", "CUDA")):
+  for devices in ((), ("CPU", "CPU"), ("CPU", "CUDA"), ("CPU", "CPU:0"), ("cpu:1", "CPU:1")):
     with pytest.raises(ValueError, match="want different ones of one kind"): load(devices=devices)
   with pytest.raises(ValueError, match="^load: kv='half', want 'sharded' or 'replicated'$"): load(devices=PAIR, kv="half")
 

@@ -499,6 +499,7 @@ def test_the_context_ends_inside_a_block(models: Models, room: int, monkeypatch:
     replies.append(model.generate(ids, max_tokens=40, depth=5 if name != "none" else 0))
     assert replies[-1].finish_reason == "context" and replies[-1].ids == want[:len(replies[-1].ids)]
     assert replies[-1].stats.tokens == len(replies[-1].ids) == len(replies[0].ids)
+    assert len(model.engine.slot[0].held) == len(ids) + room
     with pytest.raises(ValueError, match="does not fit a context of"): model.generate([*ids, *want[:room]], max_tokens=1)
   assert room <= len(replies[0].ids) <= room + 1
 

@@ -17,7 +17,10 @@ from specgrad.spec import verify
 TARGET, DRAFT, ACCEPT = 0, 1, 2                            # uses of the noise at a position
 
 class Drafter(Protocol):
-  """A draft keeps only what `commit` hands it, addressed by slot and position; `propose` may scribble from there on."""
+  """A draft keeps only what `commit` hands it, addressed by slot and position; `propose` may scribble from there on.
+
+  propose: anchors int32 (B,) and positions and slots int32 (2, B) -> `depth` tokens a sequence, each taken by choose(logits (B, V),
+  place). commit: T/B processed tokens a sequence (T,) and the target's taps (T, n*D), or none -> the buffers written."""
   tap_layers: tuple[int, ...]
   depth_limit: int
   def propose(self, anchor: Any, at: Any, depth: int, choose: Choose, context: int) -> Draft: ...
