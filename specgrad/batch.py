@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from specgrad.engine import ROWS, Block, Engine, Mask, Run, Sampling, Stats
+from specgrad.engine import MAX_ROWS, ROWS, Block, Engine, Mask, Run, Sampling, Stats
 
 class Full(Exception):
   """As many requests wait as may."""
@@ -23,7 +23,8 @@ class Job:
   cancel()."""
   run: Run
   blocks: queue.SimpleQueue[Block | None] = field(default_factory=queue.SimpleQueue)
-  filling: Iterator[None] | None = None                    # the rest of its prompt
+  filling: Iterator[None] | None = None                    # the rest of its prompt,
+  left: int = 0                                            # at most so many rows
   cancelled: bool = False
 
   @property
@@ -47,6 +48,7 @@ class Batch:
     self.slots: dict[int, Job] = {}
     self.idle: list[int] = list(range(engine.slots))       # slots that are free, the longest idle first
     self.changed, self.closing = threading.Condition(), False
+    self.turn = False                                      # whose chunk was the last one: see fill
 
   @property
   def active(self) -> int: return len(self.slots)
@@ -115,8 +117,7 @@ class Batch:
         self.end(job, "interrupted")
       for slot in [s for s, j in self.slots.items() if j.cancelled]: self.release(slot, "interrupted")
       while self.waiting and self.idle: self.admit(self.waiting.popleft())
-    filling = next((j for j in self.slots.values() if j.filling), None)
-    if filling and filling.filling and next(filling.filling, self) is self: filling.filling = None
+    self.fill([j for j in self.slots.values() if j.filling])
     groups: dict[tuple[int, int], list[Job]] = {}          # steps of different size are apart: who drafts, and who does so no more
     for job in self.slots.values():
       if not job.filling: groups.setdefault((job.run.plan.depth, job.run.plan.width), []).append(job)
@@ -126,11 +127,21 @@ class Batch:
         if job.stats.finish_reason:
           with self.changed: self.release(job.run.slot, job.stats.finish_reason)
 
+  def fill(self, jobs: Sequence[Job]) -> None:
+    """A chunk of one of these prompts: by turns of the oldest, and of the one with the least left, so that a short prompt does
+    not wait for a long one, nor a long one for ever. jobs: the oldest first."""
+    if not jobs: return
+    self.turn = not self.turn
+    job = jobs[0] if self.turn else min(jobs, key=lambda j: j.left)
+    job.left -= MAX_ROWS
+    if job.filling and next(job.filling, self) is self: job.filling = None
+
   def admit(self, job: Job) -> None:
     """Into the free slot that holds most of its prompt, else the one that has been idle longest."""
     slot = max(self.idle, key=lambda s: self.engine.slot[s].reusable(job.run.ids))
     self.idle.remove(slot)
     self.slots[slot], job.filling = job, self.engine.prefill(job.run, slot)
+    job.left = len(job.run.ids) - self.engine.slot[slot].reusable(job.run.ids)
 
   def release(self, slot: int, reason: str) -> None:
     job = self.slots.pop(slot)

@@ -169,7 +169,10 @@ class Server(uvicorn.Server):
   def end(self, times: int) -> None:
     self.draining, self.should_exit = True, self.should_exit or times > 1
     if times <= len(self.steps): self.steps[times - 1]()
-    if times == 2: self.loop.call_later(LAST_SECONDS, self.end, 3)
+    if times == 2:
+      for connection in self.server_state.connections:
+        if isinstance(connection, Guard) and connection.busy and connection.cycle.more_body: connection.transport.abort()
+      self.loop.call_later(LAST_SECONDS, self.end, 3)
     if times > 2: self.force_exit = True
 
 def bind(host: str, port: int) -> socket.socket:

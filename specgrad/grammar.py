@@ -43,6 +43,7 @@ class Vocabulary:
     """A mask for a reply of this grammar, after its reasoning if it has one. Raises ValueError, one line, for grammars and
     schemas that are invalid, not supported or too large."""
     matcher = LLMatcher(self.compiled, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if not matcher.is_error(): matcher.compute_bitmask()   # what is wrong with a grammar may show only there
     if matcher.is_error(): raise ValueError(fault(matcher))
     return Mask(self, matcher, thinking)
 

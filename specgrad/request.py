@@ -164,7 +164,7 @@ def read_sampling(f: Fields) -> Sampling:
     logit_bias=pairs)
 
 def checked(f: Fields, name: str, value: float) -> float:
-  if value <= 0: f.refuse(name, value, "a number above 0")
+  if value < 1e-6: f.refuse(name, value, "a number of at least 1e-6")  # as a float32 it might be 0, which leaves no token
   return value
 
 def read_stop(f: Fields) -> tuple[str, ...]:

@@ -335,6 +335,24 @@ def test_a_short_prompt_speaks_at_once(models: Models) -> None:
     assert [job.stats.steps for job in jobs] == steps
   worked(batch, [])
 
+def test_prompts_of_any_length_come_forward(models: Models) -> None:
+  """A short one waits for two chunks of a long one at most, and a long one is not starved by short ones that keep coming."""
+  e = models("auto", 4).engine
+  e.reset()
+  batch = Batch(e)
+  long = ask(570, 2, 5).submit(batch)                      # five chunks
+  batch.work()
+  short = ask(40, 2, 6).submit(batch)
+  batch.work()
+  batch.work()
+  assert short.stats.steps and not long.stats.steps
+  for i in range(6):
+    assert not long.stats.steps
+    ask(30, 1, 10 + i).submit(batch)
+    batch.work()
+  assert long.stats.steps
+  worked(batch, [])
+
 def test_a_long_prompt_holds_the_others_up_by_a_chunk_a_step(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
   """And several prompts wait for each other, not the replies for them."""
   e = models("auto", 4).engine

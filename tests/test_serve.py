@@ -484,7 +484,8 @@ def deep(n: int) -> bytes: return b'{"messages":' + b"[" * n + b"]" * n + b"}"
   ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens=3, want the same as max_completion_tokens"),
   ({"temperature": 2.5}, "temperature=2.5, want a number from 0 to 2"),
   ({"temperature": "1"}, "temperature='1', want a number from 0 to 2"),
-  ({"top_p": 0}, "top_p=0.0, want a number above 0"),
+  ({"top_p": 0}, "top_p=0.0, want a number of at least 1e-6"),
+  ({"repetition_penalty": 1e-300}, "repetition_penalty=1e-300, want a number of at least 1e-6"),
   ({"seed": 2 ** 64}, "seed=18446744073709551616, want a whole number from -9223372036854775808 to 18446744073709551615"),
   ({"stop": ["a"] * 5}, "stop=['a', 'a', 'a', 'a', 'a'], want a string, or up to 4 of them, of 1 to 1000 characters"),
   ({"stop": ""}, "stop='', want a string, or up to 4 of them, of 1 to 1000 characters"),
@@ -518,6 +519,7 @@ def deep(n: int) -> bytes: return b'{"messages":' + b"[" * n + b"]" * n + b"}"
   (schema(3), "response_format.json_schema.schema=3, want a JSON schema"),
   (schema({"type": "array", "uniqueItems": True}), r"response_format: .*uniqueItems.*"),
   (schema({"type": "strin"}), r"response_format: .*strin.*"),
+  (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), r"response_format: .*"),
 ])
 def test_mistakes_in_the_body(scripted: Running, body: Any, message: str) -> None:
   """One line each, with the field. Messages with a backslash are patterns."""
@@ -969,7 +971,10 @@ def test_signals() -> None:
   with pytest.raises(ConnectionRefusedError): socket.create_connection(("127.0.0.1", server.port))
 
 def test_a_second_signal_cancels() -> None:
+  """Also a request of which the rest does not come."""
   server = Command("--draft", "none", "--slots", "1")
+  half = socket.create_connection(("127.0.0.1", server.port))
+  half.sendall(post(TEXT, 100, prompt="x"))
   reply = server.stream(4000)
   server.process.send_signal(signal.SIGINT)
   while "shutting down" not in server.line(): pass
@@ -978,6 +983,7 @@ def test_a_second_signal_cancels() -> None:
   assert "the server is shutting down, the reply was cancelled" in text and not text.endswith("[DONE]\n\n")
   code, out, err = server.end()
   assert (code, out) == (0, "") and "interrupted" in err and "Traceback" not in err
+  half.close()
 
 def test_a_signal_while_it_compiles(tmp_path: Path) -> None:
   """Ends it and what compiles for it, without a trace."""
