@@ -134,10 +134,11 @@ def captured(what: str) -> list[Node]:
 # ------------------------------------------------------------------------------------------------ what must hold
 @functools.cache
 def signatures() -> dict[str, list[bool]]:
-  """Kernel -> for each argument, whether it may be written."""
+  """Kernel -> for each argument, whether it may be written. What there is of each rank is there once: it is one device."""
   found, name = dict[str, list[bool]](), ""
   for path in SOURCES:
-    for m in re.finditer(r"#ifdef KERNEL_(\w+)|^(?:ENTRY|KERNEL)\b[^{;]*?\bNAME\(([^)]*)\)", path.read_text(), re.M):
+    text = re.sub(r"EACH\((IN|OUT)S\)", r"\1 x", path.read_text())
+    for m in re.finditer(r"#ifdef KERNEL_(\w+)|^(?:ENTRY|KERNEL)\b[^{;]*?\bNAME\(([^)]*)\)", text, re.M):
       name = m[1] or name
       if m[2]: found[name] = [re.match(r"\s*IN\b|.*\bconst\b", argument, re.S) is None for argument in m[2].split(",")]
   return found
