@@ -267,7 +267,8 @@ class Engine:
     self.fill = self.make(np.int32, 2, 1)                  # where a prompt's next chunk goes: position, slot
     self.rows = {n: self.make(np.int32, n) for n in ROWS}  # and its ids
     self.lanes: dict[tuple[int, int], Lanes] = {}
-    self.threads = len(os.sched_getaffinity(0)) if self.device.split(":")[0] == "CPU" and len(self.devices) == 1 else 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    self.threads = cores if self.device.split(":")[0] == "CPU" and len(self.devices) == 1 else 1
     self.pool = ThreadPoolExecutor(self.threads)
     self.reading = threading.Lock()                        # to tinygrad a copy is a graph, whose nodes are not for two threads at once
     self.graphs: dict[tuple[Any, ...], TinyJit] = {}

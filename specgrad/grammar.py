@@ -122,7 +122,7 @@ def fault(matcher: LLMatcher) -> str:
   return " ".join(re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", text).split())[:300]
 
 class Mask:
-  """What a reply may go on with after what it has said (the interface batch.Mask). Not safe to use from several threads at once.
+  """What a reply may go on with after what it has said (the interface engine.Mask). Not safe to use from several threads at once.
   A grammar that turns out too costly on the way sets `error` and lets the reply end."""
   def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, thinking: bool):
     self.vocabulary, self.matcher, self.thinking, self.said, self.error = vocabulary, matcher, thinking, b"", ""

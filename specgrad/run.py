@@ -130,7 +130,7 @@ def run(argv: Sequence[str] | None) -> None:
   args = parse(argv)
   if args.plan:
     folder = specgrad.demo_path() if args.model is None else Path(args.model)
-    return print(report(folder, args.gpus or 1, args.users, args.max_context, args.kv, args.gpu, args.depth))
+    return print(report(folder, len(devices(args)), args.users, args.max_context, args.kv, args.gpu, args.depth))
   names = devices(args)
   text = None if args.self_test or args.serve is not None else one_prompt(args)
   if args.json and text is None: raise ValueError("--json: no prompt, want -p TEXT or text on stdin")
