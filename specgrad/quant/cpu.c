@@ -149,6 +149,7 @@ static inline void put_row(u8* row, const float* x, int n, int r) {
     scale[g / 64] = (u8)c;
   }
   for (int i = 0; i < r; i++) { bits a = { bf16(x[n + i]) }; row[n + 2 * i] = a.u >> 16 & 255; row[n + 2 * i + 1] = a.u >> 24; }
+  for (int i = n + 2 * r + (n + 63) / 64; i < ROW_BYTES(n, r); i++) row[i] = 0;           // a row says nothing of what was there before
 }
 static inline void get_row(float* restrict x, const u8* restrict row, int n, int r) {
   if (!W4A8) { for (int i = 0; i < n + r; i++) x[i] = ((const float*)row)[i]; return; }
