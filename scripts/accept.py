@@ -40,8 +40,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
   parser = Parser("accept", "Measure acceptance by class of prompt.")
   add = parser.add_argument
-  add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
-  evidence.add_devices(parser)
+  evidence.add_model(parser)
   add("--numerics", choices=("w4a8", "reference"), default="w4a8", help="default: %(default)s")
   add("--draft", default="auto", metavar="D", help="auto, ngram, or the folder of a smaller checkpoint (default: auto)")
   add("--depth", type=int, metavar="K", help="tokens drafted a step (default: the draft's)")
@@ -437,9 +436,7 @@ def run(argv: Sequence[str]) -> int:
   if not rows: raise ValueError("no replies: nothing of this shard was there to measure")
   summary = rounded(summarise(head, rows, args.mix))
   validate(summary)
-  print(show(summary))
-  if args.plot: print("plots: " + ", ".join(draw(summary, args.plot)))
-  print(json.dumps(summary, allow_nan=False))
+  evidence.tell(summary, show(summary), draw, args.plot)
   return 0
 
 def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("accept", run, argv)

@@ -45,8 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = Parser("audit", "Show that speculation loses nothing, or find where it does.",
                   "The last line of stdout is a JSON object. Exit status 0: lossless is shown.")
   add = parser.add_argument
-  add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
-  evidence.add_devices(parser)
+  evidence.add_model(parser)
   add("--numerics", choices=("w4a8", "reference"), default="w4a8", help="default: %(default)s")
   add("--draft", default="auto", metavar="D", help="auto, ngram, or the folder of a smaller checkpoint (default: auto)")
   add("--depth", type=int, metavar="K", help="tokens drafted a step (default: the draft's)")

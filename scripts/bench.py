@@ -51,10 +51,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
   parser = Parser("bench", "Measure prefill, plain decoding, and speculative beside plain decoding.")
   add = parser.add_argument
-  add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
+  evidence.add_model(parser)
   add("--draft", default="auto", metavar="D", help="auto, none, ngram, or the folder of a smaller checkpoint "
       "(default: auto, the checkpoint's own if it has one)")
-  evidence.add_devices(parser)
   add("--depth", metavar="K,K", help="tokens drafted a step; 0: plain decoding alone; several: which is best (default: "
       "the draft's)")
   add("--prefill", type=int, nargs="*", metavar="N", help="prompt lengths (default: 128 512, as the context allows)")

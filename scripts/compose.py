@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -72,8 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = Parser("compose", "How the errors of weights, activations, cache and draft add up.",
                   "The last line of stdout is a JSON object with all of it. Exit status 0: all controls hold.")
   add = parser.add_argument
-  add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
-  evidence.add_devices(parser)
+  evidence.add_model(parser)
   add("--reference", type=Path, metavar="DIR", help="the same model before it was quantised, for the reference weights "
       "(default: those of --model, dequantised)")
   add("--prompts", type=Path, metavar="FILE", help="JSONL as for scripts/accept.py (default: the checkpoint's)")
@@ -436,9 +434,7 @@ def run(argv: Sequence[str]) -> int:
   head, rows = evidence.merged(args.merge, SETTINGS, KEY) if args.merge else measure(args, command("compose", argv))
   if not rows: raise ValueError("no streams: nothing of this shard was there to measure")
   summary = rounded(summarise(head, rows))
-  print(show(summary))
-  if args.plot: print("plots: " + ", ".join(draw(summary, args.plot)))
-  print(json.dumps(summary, allow_nan=False))
+  evidence.tell(summary, show(summary), draw, args.plot)
   return 0 if summary["valid"] else 1
 
 def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("compose", run, argv)

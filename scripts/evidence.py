@@ -36,11 +36,18 @@ class Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn: raise ValueError(f"{message}. --help lists the flags")
 
-def add_devices(parser: Parser) -> None:
+def add_model(parser: Parser) -> None:
+  parser.add_argument("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
   parser.add_argument("--devices", type=lambda text: tuple(text.split(",")), default=("CPU",), metavar="A,B",
                       help="tinygrad's names, such as CUDA,CUDA:1 (default: CPU)")
 
 def command(script: str, argv: Sequence[str]) -> str: return shlex.join(["python", f"scripts/{script}.py", *argv])
+
+def tell(summary: dict[str, Any], text: str, draw: Callable[[dict[str, Any], Path], list[str]], plot: Path | None) -> None:
+  """A measurement to stdout: for people, its plots if there is a place for them, and on the last line all of it."""
+  print(text)
+  if plot: print("plots: " + ", ".join(draw(summary, plot)))
+  print(json.dumps(summary, allow_nan=False))
 
 def guarded(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
   """The exit status: that of body, or 2 with one line for a user's mistake."""

@@ -39,8 +39,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Raises ValueError for flags it does not know and values out of range."""
   parser = Parser("perplexity", "Perplexity of a text, and KL to a reference, by numerics and cache type.")
   add = parser.add_argument
-  add("--model", type=Path, metavar="DIR", help="folder of the checkpoint (default: the demonstration checkpoint)")
-  evidence.add_devices(parser)
+  evidence.add_model(parser)
   add("--text", type=Path, metavar="FILE", help="UTF-8 text; or prompts.jsonl, whose texts and chats are scored each "
       "from its beginning (default: the checkpoint's prompts.jsonl)")
   add("--cells", default=",".join(compose.CELLS), metavar="A,B", help="of reference, w4a16, w4a8, each with /float32 or "
@@ -183,9 +182,7 @@ def run(argv: Sequence[str]) -> int:
   head, rows = evidence.merged(args.merge, SETTINGS, KEY) if args.merge else measure(args, command("perplexity", argv))
   if not rows: raise ValueError("no chunks: nothing of this shard was there to measure")
   summary = rounded(summarise(head, rows))
-  print(show(summary))
-  if args.plot: print("plots: " + ", ".join(draw(summary, args.plot)))
-  print(json.dumps(summary, allow_nan=False))
+  evidence.tell(summary, show(summary), draw, args.plot)
   return 0
 
 def main(argv: Sequence[str] | None = None) -> int: return evidence.guarded("perplexity", run, argv)

@@ -89,8 +89,7 @@ class Batch:
         self.slots.clear()
       for job in left:
         job.run.error = job.run.error or f"engine: {type(e).__name__}: {e}"
-        job.stats.finish_reason = "error"
-        job.blocks.put(None)
+        self.end(job, "error")
       raise
 
   def warm(self) -> None:
