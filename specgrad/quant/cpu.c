@@ -11,10 +11,13 @@
 #ifndef HADAMARD
 #define HADAMARD 0.0f                                       // n^-1/2 for an indexer's n channels
 #endif
+typedef float v4 __attribute__((vector_size(16), aligned(4)));
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
+typedef float v16 __attribute__((vector_size(64), aligned(4)));
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned short half __attribute__((aligned(1), may_alias));
 #define INF __builtin_inff()
 
 #ifdef B
@@ -44,6 +47,16 @@ static inline int own(int n) { return (n + RANKS - 1 - RANK) / RANKS; }  // of n
 
 static inline float hsum(v8 a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
 static inline v8 ld(const float* p) { return *(const v8*)p; }
+static inline v8 halves(v16 a) {
+  return __builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+static inline v4 sums(v16 a, v16 b, v16 c, v16 d) {        // each one's lanes added up, by the same tree for all four
+  v8 w = halves(a), x = halves(b), y = halves(c), z = halves(d);
+  v8 p = __builtin_shufflevector(w, x, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(w, x, 2, 10, 3, 11, 6, 14, 7, 15);
+  v8 q = __builtin_shufflevector(y, z, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(y, z, 2, 10, 3, 11, 6, 14, 7, 15);
+  v8 r = __builtin_shufflevector(p, q, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(p, q, 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(r, r, 0, 1, 2, 3) + __builtin_shufflevector(r, r, 4, 5, 6, 7);
+}
 
 static inline float dot(const float* a, const float* b, int n) {
   v8 s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0}; int i = 0;
@@ -133,8 +146,18 @@ static inline void fp4_quant(float* x, int n) {             // e2m1 in groups of
     for (int i = 0; i < 32; i++) { float v = x[g + i] * inv; x[g + i] = round_e2m1(v > 6 ? 6 : v < -6 ? -6 : v) * s; }
   }
 }
+#define SWAP(h) 0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h, 8 ^ h, 9 ^ h, 10 ^ h, 11 ^ h, 12 ^ h, 13 ^ h, 14 ^ h, 15 ^ h
+#define SIGN(h, i) ((i) & (h) ? -1.0f : 1.0f)
+#define SIGNS(h) { SIGN(h, 0), SIGN(h, 1), SIGN(h, 2), SIGN(h, 3), SIGN(h, 4), SIGN(h, 5), SIGN(h, 6), SIGN(h, 7), SIGN(h, 8), SIGN(h, 9), \
+  SIGN(h, 10), SIGN(h, 11), SIGN(h, 12), SIGN(h, 13), SIGN(h, 14), SIGN(h, 15) }
+#define BUTTERFLY(h) a = __builtin_shufflevector(a, a, SWAP(h)) + a * (v16)SIGNS(h)
 static inline void hadamard(float* x, int n, float norm) {
-  for (int h = 1; h < n; h *= 2)
+  if (n % 16 == 0) for (int i = 0; i < n; i += 16) {       // the first four steps, without leaving a register
+    v16 a = *(v16*)(x + i);
+    BUTTERFLY(1); BUTTERFLY(2); BUTTERFLY(4); BUTTERFLY(8);
+    *(v16*)(x + i) = a;
+  }
+  for (int h = n % 16 ? 1 : 16; h < n; h *= 2)
     for (int i = 0; i < n; i += 2 * h) for (int j = i; j < i + h; j++) { float a = x[j], b = x[j + h]; x[j] = a + b; x[j + h] = a - b; }
   for (int i = 0; i < n; i++) x[i] = rnd(x[i] * norm);
 }
@@ -157,7 +180,7 @@ static inline void get_row(float* restrict x, const u8* restrict row, int n, int
     float s = pow2(row[n + 2 * r + g / 64]);
     for (int i = g; i < n && i < g + 64; i++) x[i] = of_e4m3(row[i]) * s;
   }
-  for (int i = 0; i < r; i++) { bits a; a.u = (u32)row[n + 2 * i] << 16 | (u32)row[n + 2 * i + 1] << 24; x[n + i] = a.f; }
+  for (int i = 0; i < r; i++) { bits a = { .u = (u32)((const half*)(row + n))[i] << 16 }; x[n + i] = a.f; }
 }
 // An indexer's key of n channels: float32, or n/2 bytes of e2m1 pairs (low nibble first) and an e8m0 code for each 32.
 #define KEY_BYTES(n) (W4A8 ? (n) / 2 + (n) / 32 : 4 * (n))
@@ -213,41 +236,6 @@ void NAME(float* restrict out, const float* restrict freqs, const int* restrict 
 }
 #endif
 
-#ifdef KERNEL_hc_pre          // x (T,D), post (T,S), comb (T,S,S); h (T,S,D), fn (2S+SS,SD), scale (3,), base (2S+SS,), norm (D,)
-void NAME(float* restrict x, float* restrict post, float* restrict comb, const float* restrict h, const float* restrict fn,
-          const float* restrict scale, const float* restrict base, const float* restrict norm) {
-  for (int t = 0; t < T; t++) {
-    const float* v = h + (i64)t * S * D; float m[2 * S + S * S], pre[S], *c = comb + t * S * S;
-    float rho = rms(v, S * D, EPS);
-    for (int i = 0; i < 2 * S + S * S; i++) m[i] = dot(fn + (i64)i * S * D, v, S * D) * rho;
-    for (int i = 0; i < S; i++) {
-      pre[i] = sigmoid(m[i] * scale[0] + base[i]) + HC_EPS;
-      post[t * S + i] = 2 * sigmoid(m[S + i] * scale[1] + base[S + i]);
-    }
-    for (int i = 0; i < S; i++) {
-      float top = -INF, sum = 0;
-      for (int j = 0; j < S; j++) { int q = i * S + j; c[q] = m[2 * S + q] * scale[2] + base[2 * S + q]; top = c[q] > top ? c[q] : top; }
-      for (int j = 0; j < S; j++) { c[i * S + j] = expf_(c[i * S + j] - top); sum += c[i * S + j]; }
-      for (int j = 0; j < S; j++) c[i * S + j] = c[i * S + j] / sum + HC_EPS;
-    }
-    for (int it = 0; it < ITERS; it++) {
-      if (it) for (int i = 0; i < S; i++) {
-        float sum = HC_EPS; for (int j = 0; j < S; j++) sum += c[i * S + j];
-        for (int j = 0; j < S; j++) c[i * S + j] /= sum;
-      }
-      for (int j = 0; j < S; j++) {
-        float sum = HC_EPS; for (int i = 0; i < S; i++) sum += c[i * S + j];
-        for (int i = 0; i < S; i++) c[i * S + j] /= sum;
-      }
-    }
-    float* y = x + (i64)t * D;
-    for (int d = 0; d < D; d++) { float a = 0; for (int s = 0; s < S; s++) a += pre[s] * v[s * D + d]; y[d] = rnd(a); }
-    float r = rms(y, D, EPS);
-    for (int d = 0; d < D; d++) y[d] = rnd(y[d] * r * norm[d]);
-  }
-}
-#endif
-
 #ifdef KERNEL_hc_post         // out (T,S,D); shares of z (T,D), h (T,S,D), post (T,S), comb (T,S,S)
 void NAME(float* restrict out, EACH(IN), const float* restrict h, const float* restrict post, const float* restrict comb) {
   const float* z[] = { EACH(IN_NAME) };
@@ -285,14 +273,15 @@ void NAME(float* restrict out, const float* restrict x, const float* restrict no
 
 // ------------------------------------------------------------------------------------------------ products with stored weights
 // A product is 16 lanes over k, 64 bytes of a row of w at a time. A lane multiplies the weights of one word of four bytes and adds
-// them up; the order depends on k alone, not on how many rows of x there are. Weights are decoded once for several rows of x and
-// without their scales; those multiply the sums of their group, in float32.
-#if defined(KERNEL_linear) || defined(KERNEL_experts)
+// them up; the order depends on k alone, not on how many rows of x there are. Weights are decoded once for several rows of x.
+// Their scales multiply the sums of a group, in float32, or go into the exponents of decoded weights (`folded`).
+#if defined(KERNEL_linear) || defined(KERNEL_experts) || defined(KERNEL_hc_pre)
 enum { F32, BF16, FP8, FP4 };  // how a weight is stored: its scales are e8m0, one for 128 (FP8) or 32 (FP4) of K
-typedef float v16 __attribute__((vector_size(64), aligned(4)));
-typedef float v4 __attribute__((vector_size(16), aligned(4)));
 typedef int w16 __attribute__((vector_size(64), aligned(1)));
 typedef u32 word __attribute__((aligned(1)));
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef u64 eight __attribute__((aligned(1), may_alias));
 // What the processor has, W4A8 or not, settles what a row of x is turned into: see `line`. PAIRS: AVX512_BF16 adds up products of
 // pairs of bfloat16, which hold codes of all formats and what W4A8 keeps of x.
 #if W4A8 && defined(__AVX512BF16__) && defined(__AVX512VBMI__) && __clang_major__ >= 16
@@ -302,6 +291,7 @@ typedef short s32 __attribute__((vector_size(64)));
 typedef char b64 __attribute__((vector_size(64)));
 typedef unsigned short h16 __attribute__((vector_size(32), aligned(2)));
 typedef unsigned short h32 __attribute__((vector_size(64), aligned(2)));
+typedef i64 l8 __attribute__((vector_size(64)));
 #else
 #define PAIRS 0
 #endif
@@ -313,12 +303,22 @@ enum { ROWS = 4, COLS = 4 };                               // rows and columns a
 enum { ROWS = 2, COLS = 2 };
 #endif
 enum { MOST = FEW < ROWS ? ROWS : FEW, LINES = 64 };                                       // rows of x that are taken together
+#ifdef KERNEL_linear
+#define EVEN (K % 128 == 0)                                // rows of w are whole blocks of 64 bytes
+#elif defined(KERNEL_hc_pre)
+#define K_MOST (S * D)
+#define EVEN (S * D % 128 == 0)
+#else
+#define EVEN (D % 128 == 0 && I % 128 == 0 && J % 128 == 0)
+#endif
 #define CEIL(a, b) (((a) + (b) - 1) / (b))
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
 #define PAIRED(kind) (PAIRS && (kind) != F32)
 #define IN_WORD(kind) ((kind) == FP4 ? 8 : (kind) == FP8 ? 4 : (kind) == BF16 ? 2 : 1)     // weights in four bytes
 #define STEPS(kind) (PAIRED(kind) ? IN_WORD(kind) / 2 : IN_WORD(kind))                     // registers that 64 bytes become
 #define SCALED(kind) ((kind) == FP8 || (kind) == FP4)
+#define FOLDED(kind) (PAIRED(kind) && (kind) == FP4)
+#define GROUPS (BLOCKS(FP4, K_MOST) * 4)                                                  // of a row of FP4, in whole blocks
 #define BLOCKS(kind, k) CEIL(k, 16 * IN_WORD(kind))                                        // of 64 bytes in a row of w
 #define GROUP(kind) ((kind) == FP8 ? 2 : 1)                                                // blocks that are scaled together
 static inline i64 bytes_of(int kind, i64 k) { return kind == F32 ? 4 * k : kind == BF16 ? 2 * k : kind == FP8 ? k : k / 2; }
@@ -364,7 +364,8 @@ static inline int line(w16* y, const float* x, int k, int kind, int quantise, in
     return rest[0] != 0;
   }
 #endif
-  for (int g = 0; g < n; g += 16 * in) for (int i = 0; i < in; i++)
+  if (in == 1) for (int g = 0; g < n; g += 16) y[g / 16] = *(w16*)(z + g);
+  else for (int g = 0; g < n; g += 16 * in) for (int i = 0; i < in; i++)
     for (int l = 0; l < 16; l++) ((float*)y)[g + 16 * i + l] = z[g + in * l + i];
   return 0;
 }
@@ -386,8 +387,44 @@ static inline v16 look_up(v16 table, w16 code) {           // table[code & 15] i
   return r;
 #endif
 }
-// The weights of 16 words
-static inline __attribute__((always_inline)) void decode(w16* out, int kind, w16 w) {
+static inline __attribute__((always_inline)) u32 codes_of(Matrix w, i64 k, i64 block) {            // the scales of a block of FP4
+  const u8* p = w.scale + 4 * block; const i64 n = scales_of(FP4, k) - 4 * block;
+  return EVEN || n > 3 ? *(const word*)p : p[0] | (n > 1 ? p[1] : 0) << 8 | (n > 2 ? p[2] : 0) << 16;
+}
+// Scales that go into exponents are 64 to 191, so that no weight leaves the range of bfloat16.
+static inline int usual(Matrix w, i64 rows, i64 k) {        // whether all of these rows of w are
+  u8 odd = 0;
+  for (i64 i = 0; i < rows * scales_of(FP4, k); i++) odd |= (u8)~(w.scale[i] ^ w.scale[i] << 1) & 0x80;
+  return !odd;
+}
+// What the weights of a block's four groups lose, in exponents of bfloat16, from the greatest that the table of `decode` holds
+#define GREATEST 252
+#if PAIRS
+#define BYTE(g) g, g, g, g, g, g, g, g, g, g, g, g, g, g, g, g
+#define PAIR(g) g, g + 1, g, g + 1, g, g + 1, g, g + 1, g, g + 1, g, g + 1, g, g + 1, g, g + 1
+static inline __attribute__((always_inline)) w16 loss(u32 codes) {
+  const h32 none = {0}; const b64 where = { BYTE(0), BYTE(1), BYTE(2), BYTE(3) };
+  const b64 each = __builtin_ia32_pshufb512((b64)((w16){0} + (int)codes), where);                  // a code twice in 16 bits: 64 c + 64 c
+  return (w16)((GREATEST << 7) - (h32)__builtin_ia32_pmaddubsw512(each, (b64)(none + 0x4040)));
+}
+static inline __attribute__((always_inline)) w16 loss_of(const u16* groups) {                      // from what `losses` left
+  const b64 where = { PAIR(0), PAIR(2), PAIR(4), PAIR(6) };
+  return (w16)__builtin_ia32_pshufb512((b64)((l8){0} + (i64)*(const eight*)groups), where);
+}
+#else
+#define loss(codes) ((w16){0})
+#define loss_of(groups) ((w16){0})
+#endif
+static inline __attribute__((always_inline)) int losses(u16* to, Matrix w, i64 k) {                // of a whole row of w, if it is `usual`
+  u8 odd = 0;
+  for (i64 i = 0; i < scales_of(FP4, k); i++) {
+    const u8 c = w.scale[i];
+    odd |= (u8)~(c ^ c << 1) & 0x80; to[i] = (u16)((GREATEST - c) << 7);
+  }
+  return !odd;
+}
+// The weights of 16 words, without their scales or, folded, with them: less `lost`
+static inline __attribute__((always_inline)) void decode(w16* out, int kind, w16 w, w16 lost) {
 #if PAIRS
 #define E4M3(c) ((c) == 127 ? 0x7fc0 : (c) > 7 ? ((c) + 960) << 4 : (c) > 3 ? 120 << 7 | ((c) & 3) << 5 : \
                  (c) > 1 ? 119 << 7 | ((c) & 1) << 6 : (c) ? 118 << 7 : 0)   // a magnitude's bits as bfloat16
@@ -396,8 +433,7 @@ static inline __attribute__((always_inline)) void decode(w16* out, int kind, w16
   EIGHT(F, c + 48), EIGHT(F, c + 56)
 #define LOW(c) (char)(E4M3(c) & 255)
 #define HIGH(c) (char)(E4M3(c) >> 8)
-#define E2M1_ALL 0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, \
-  (short)0x8000, (short)0xbf00, (short)0xbf80, (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0
+#define E2M1_ALL 0, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40, 0, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40
   if (kind == BF16) out[0] = w;
   if (kind == FP8) {
     const b64 low[2] = { { ALL64(LOW, 0) }, { ALL64(LOW, 64) } }, high[2] = { { ALL64(HIGH, 0) }, { ALL64(HIGH, 64) } };
@@ -405,9 +441,10 @@ static inline __attribute__((always_inline)) void decode(w16* out, int kind, w16
     const w16 h = (w16)__builtin_ia32_vpermi2varqi512(high[0], (b64)w, high[1]) | (w & (int)0x80808080);
     out[0] = (l & 0x00ff00ff) | (h << 8 & (int)0xff00ff00); out[1] = (l >> 8 & 0x00ff00ff) | (h & (int)0xff00ff00);
   }
-  if (kind == FP4) {
-    const s32 table = { E2M1_ALL, E2M1_ALL };
-    for (int i = 0; i < 4; i++) out[i] = (w16)__builtin_ia32_permvarhi512(table, (s32)(w >> 4 * i));
+  if (kind == FP4) {                                       // zeros saturate, and stay
+    const h32 table = { E2M1_ALL, E2M1_ALL };
+    for (int i = 0; i < 4; i++)
+      out[i] = (w16)__builtin_elementwise_sub_sat((h32)__builtin_ia32_permvarhi512((s32)table, (s32)(w >> 4 * i)), (h32)lost);
   }
 #else
   const v16 e2m1 = { 0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6 };
@@ -419,42 +456,35 @@ static inline __attribute__((always_inline)) void decode(w16* out, int kind, w16
 }
 static inline __attribute__((always_inline)) w16 load(Matrix w, int kind, i64 k, i64 block) {
   const u8* p = w.data + 64 * block; const i64 left = bytes_of(kind, k) - 64 * block; u8 z[64];
-  if (left >= 64) { __builtin_prefetch(p + 1024); return *(const w16*)p; }
+  if (EVEN || left >= 64) { __builtin_prefetch(p + 1024); return *(const w16*)p; }
   for (int i = 0; i < 64; i++) z[i] = i < left ? p[i] : 0;
   return *(w16*)z;
 }
 static inline __attribute__((always_inline)) v16 factors(Matrix w, int kind, i64 k, i64 block) {   // of the lanes of a block or two
   if (kind == FP8) return (v16){0} + pow2(w.scale[block / 2]);
-  const i64 g = 4 * block, n = scales_of(kind, k); u32 codes = 0;
-  if (g + 4 <= n) codes = *(const word*)(w.scale + g); else for (int i = 0; g + i < n; i++) codes |= (u32)w.scale[g + i] << 8 * i;
-  const w16 shift = { 0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24 }, c = ((w16){0} + (int)codes) >> shift & 255;
+  const w16 shift = { 0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24 }, c = ((w16){0} + (int)codes_of(w, k, block)) >> shift & 255;
   return (v16)(c << 23 | ((c == 0 | c == 255) & 1 << 22)); // pow2 of each
 }
 
 // ---- x times w
-static inline v8 halves(v16 a) {
-  return __builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(a, a, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-static inline v4 sums(v16 a, v16 b, v16 c, v16 d) {        // each one's lanes added up, by the same tree for all four
-  v8 w = halves(a), x = halves(b), y = halves(c), z = halves(d);
-  v8 p = __builtin_shufflevector(w, x, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(w, x, 2, 10, 3, 11, 6, 14, 7, 15);
-  v8 q = __builtin_shufflevector(y, z, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(y, z, 2, 10, 3, 11, 6, 14, 7, 15);
-  v8 r = __builtin_shufflevector(p, q, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(p, q, 2, 3, 10, 11, 6, 7, 14, 15);
-  return __builtin_shufflevector(r, r, 0, 1, 2, 3) + __builtin_shufflevector(r, r, 4, 5, 6, 7);
-}
 // out[r * stride + c * far] = line r of x, `size` registers apart, times row c * far of w, or what was there plus that with `more`.
-// Only `live` of the rows count. Weights come from w or, decoded before, from `kept` and their scales from `scales`.
+// Only `live` of the rows count. Weights come from w or, decoded before, from `kept` and their scales from `scales`. `fold`: scales go
+// into the weights; `lost`, or 0, is then what `losses` gave for each of the rows of w.
 static inline __attribute__((always_inline)) void product(float* out, i64 stride, i64 far, const w16* x, i64 size, const int rows, int live,
                                                           int more, int kind, Matrix w, const w16* kept, const v16* scales,
-                                                          const int cols, i64 k) {
+                                                          const u16* lost, const int fold, const int cols, i64 k) {
   const int steps = STEPS(kind); v16 acc[MOST][COLS];
   for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) acc[r][c] = (v16){0};
   for (i64 g = 0; g < BLOCKS(kind, k); g += GROUP(kind)) {
     v16 part[MOST][COLS], f[COLS];
-    for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) part[r][c] = SCALED(kind) ? (v16){0} : acc[r][c];
+    for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) part[r][c] = SCALED(kind) && !fold ? (v16){0} : acc[r][c];
     for (i64 b = g; b < g + GROUP(kind) && b < BLOCKS(kind, k); b++) {
       w16 a[COLS][8];
-      if (!kept) for (int c = 0; c < cols; c++) decode(a[c], kind, load(from_row(w, kind, k, c * far), kind, k, b));
+      if (!kept) _Pragma("clang loop unroll(full)") for (int c = 0; c < cols; c++) {
+        const Matrix own = from_row(w, kind, k, c * far); w16 less = {0};
+        if (kind == FP4) less = !fold ? loss(0x7f7f7f7f) : lost ? loss_of(lost + c * GROUPS + 4 * b) : loss(codes_of(own, k, b));
+        decode(a[c], kind, load(own, kind, k, b), less);
+      }
       for (int i = 0; i < steps; i++) {
         if (kept) for (int c = 0; c < cols; c++) a[c][i] = kept[(b * steps + i) * cols + c];
         for (int r = 0; r < rows; r++) {
@@ -467,9 +497,10 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
         }
       }
     }
-    if (SCALED(kind)) for (int c = 0; c < cols; c++)
+    if (SCALED(kind) && !fold) for (int c = 0; c < cols; c++)
       f[c] = kept ? scales[g / GROUP(kind) * cols + c] : factors(from_row(w, kind, k, c * far), kind, k, g);
-    for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) acc[r][c] = SCALED(kind) ? acc[r][c] + part[r][c] * f[c] : part[r][c];
+    for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) 
+      acc[r][c] = SCALED(kind) && !fold ? acc[r][c] + part[r][c] * f[c] : part[r][c];
   }
   for (int j = 0; j < rows * cols; j += 4) {
 #define ACC(j) acc[LESS(j, rows * cols - 1) / cols][LESS(j, rows * cols - 1) % cols]
@@ -481,33 +512,50 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
     }
   }
 }
+// The same for n rows of w of which some have other scales: one by one, since which they are must hang on w alone
+static __attribute__((noinline)) void singly(float* out, i64 stride, const w16* x, i64 size, int rows, int more, Matrix w, i64 n, i64 k) {
+  for (i64 c = 0; c < n; c++) for (int r = 0; r < rows; r++) {
+    const Matrix own = from_row(w, FP4, k, c); float* to = out + r * stride + c;
+    if (usual(own, 1, k)) product(to, stride, 1, x + r * size, size, 1, 1, more, FP4, own, 0, 0, 0, PAIRS, 1, k);
+    else product(to, stride, 1, x + r * size, size, 1, 1, more, FP4, own, 0, 0, 0, 0, 1, k);
+  }
+}
 // NAME(out, stride, x, size, rows, more, w, n, k): out (rows,n) = lines of x times w (n,k). For M rows or fewer: nothing is decoded
 // twice, and the columns of a product lie n / C apart, as a processor reads ahead in a few long streams, not in many short ones.
 #define DEFINE_FEW(NAME, KIND, M, C) \
   static __attribute__((noinline)) void NAME(float* out, i64 stride, const w16* x, i64 size, int rows, int more, Matrix w, i64 n, i64 k) { \
-    const i64 far = n / (C); \
-    for (i64 c = 0; c < far; c++) product(out + c, stride, far, x, size, M, rows, more, KIND, from_row(w, KIND, k, c), 0, 0, C, k); \
-    for (i64 c = far * (C); c < n; c++) product(out + c, stride, 1, x, size, M, rows, more, KIND, from_row(w, KIND, k, c), 0, 0, 1, k); \
+    const i64 far = n / (C); const int before = FOLDED(KIND) && (M) > 2; u16 lost[(C) * GROUPS]; \
+    if (FOLDED(KIND) && !before && !usual(w, n, k)) { singly(out, stride, x, size, rows, more, w, n, k); return; } \
+    for (i64 c = 0; c < far; c++) { \
+      const Matrix own = from_row(w, KIND, k, c); int all = 1; \
+      for (int i = 0; before && i < (C); i++) all &= losses(lost + i * GROUPS, from_row(own, KIND, k, i * far), k); \
+      if (!all) for (int i = 0; i < (C); i++) singly(out + c + i * far, stride, x, size, rows, more, from_row(own, KIND, k, i * far), 1, k); \
+      else product(out + c, stride, far, x, size, M, rows, more, KIND, own, 0, 0, before ? lost : 0, FOLDED(KIND), C, k); \
+    } \
+    for (i64 c = far * (C); c < n; c++) \
+      if (before) singly(out + c, stride, x, size, rows, more, from_row(w, KIND, k, c), 1, k); \
+      else product(out + c, stride, 1, x, size, M, rows, more, KIND, from_row(w, KIND, k, c), 0, 0, 0, FOLDED(KIND), 1, k); \
   }
 // The same for any number of rows: COLS rows of w are decoded, and then all rows of x meet them.
 #define DEFINE_MANY(NAME, KIND) \
   static __attribute__((noinline)) void NAME(float* out, i64 stride, const w16* x, i64 size, int rows, int more, Matrix w, i64 n, i64 k) { \
     w16 kept[BLOCKS(KIND, K_MOST) * STEPS(KIND) * COLS] __attribute__((aligned(64))); \
     v16 scales[BLOCKS(KIND, K_MOST) * COLS] __attribute__((aligned(64))); i64 c = 0; \
+    if (FOLDED(KIND) && !usual(w, n, k)) { singly(out, stride, x, size, rows, more, w, n, k); return; } \
     for (; c + COLS <= n; c += COLS) { \
       for (int i = 0; i < COLS; i++) { \
         const Matrix own = from_row(w, KIND, k, c + i); \
         for (i64 b = 0; b < BLOCKS(KIND, k); b++) { \
-          w16 a[8]; decode(a, KIND, load(own, KIND, k, b)); \
+          w16 a[8]; decode(a, KIND, load(own, KIND, k, b), FOLDED(KIND) ? loss(codes_of(own, k, b)) : (w16){0}); \
           for (int j = 0; j < STEPS(KIND); j++) kept[(b * STEPS(KIND) + j) * COLS + i] = a[j]; \
-          if (SCALED(KIND) && b % GROUP(KIND) == 0) scales[b / GROUP(KIND) * COLS + i] = factors(own, KIND, k, b); \
+          if (SCALED(KIND) && !FOLDED(KIND) && b % GROUP(KIND) == 0) scales[b / GROUP(KIND) * COLS + i] = factors(own, KIND, k, b); \
         } \
       } \
       for (int r = 0; r < rows; r += ROWS) \
-        product(out + r * stride + c, stride, 1, x + r * size, size, ROWS, rows - r, more, KIND, w, kept, scales, COLS, k); \
+        product(out + r * stride + c, stride, 1, x + r * size, size, ROWS, rows - r, more, KIND, w, kept, scales, 0, FOLDED(KIND), COLS, k); \
     } \
     for (; c < n; c++) for (int r = 0; r < rows; r++) \
-      product(out + r * stride + c, stride, 1, x + r * size, size, 1, 1, more, KIND, from_row(w, KIND, k, c), 0, 0, 1, k); \
+      product(out + r * stride + c, stride, 1, x + r * size, size, 1, 1, more, KIND, from_row(w, KIND, k, c), 0, 0, 0, FOLDED(KIND), 1, k); \
   }
 // NAME(out, stride, x, rows, quantise, w, n, k): out (rows,n) = up to LINES rows of x, float32 (k,), times w (n,k)
 #define DEFINE_ROWS(NAME, TIMES, KIND) \
@@ -525,7 +573,7 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
 
 #ifdef KERNEL_linear   // out (T,G*N); x (T,G*K), w (G*N,K) and its scales: G independent products. QUANTISE: x to e4m3 first
 #if T <= FEW
-DEFINE_FEW(times, KIND, T, T < 3 ? COLS : 2)
+DEFINE_FEW(times, KIND, T, T < 3 ? COLS : FOLDED(KIND) && T * K > 16384 ? 3 : 2)         // where x does not fit the first cache: more columns
 #else
 DEFINE_MANY(times, KIND)
 #endif
@@ -540,14 +588,63 @@ void NAME(float* restrict out, const float* restrict x, const u8* restrict w, co
 }
 #endif
 
+#ifdef KERNEL_hc_pre          // x (T,D), post (T,S), comb (T,S,S); h (T,S,D), fn (2S+SS,SD), scale (3,), base (2S+SS,), norm (D,)
+DEFINE_FEW(few, F32, LESS(T, ROWS), COLS)
+#if S * D % 16
+DEFINE_ROWS(matmul, few, F32)
+#endif
+void NAME(float* restrict x, float* restrict post, float* restrict comb, const float* restrict h, const float* restrict fn,
+          const float* restrict scale, const float* restrict base, const float* restrict norm) {
+  enum { MIX = 2 * S + S * S };
+  float all[T * MIX]; const Matrix mix = { (const u8*)fn, 0 };
+#if S * D % 16
+  for (int t = 0; t < T; t++) { const float* row = h + (i64)t * S * D; matmul(all + t * MIX, MIX, &row, 1, 0, mix, MIX, S * D); }
+#else                                                      // rows of h are lines of x as they are
+  for (int t = 0; t < T; t += ROWS) {
+    const int r = LESS(t, T - LESS(T, ROWS));              // the last four once more rather than fewer
+    few(all + r * MIX, MIX, (const w16*)h + (i64)r * S * D / 16, S * D / 16, LESS(T, ROWS), 0, mix, MIX, S * D);
+  }
+#endif
+  for (int t = 0; t < T; t++) {
+    const float* v = h + (i64)t * S * D; float *m = all + t * MIX, pre[S], *c = comb + t * S * S, rho = rms(v, S * D, EPS);
+    for (int i = 0; i < MIX; i++) m[i] *= rho;
+    for (int i = 0; i < S; i++) {
+      pre[i] = sigmoid(m[i] * scale[0] + base[i]) + HC_EPS;
+      post[t * S + i] = 2 * sigmoid(m[S + i] * scale[1] + base[S + i]);
+    }
+    for (int i = 0; i < S; i++) {
+      float top = -INF, sum = 0;
+      for (int j = 0; j < S; j++) { int q = i * S + j; c[q] = m[2 * S + q] * scale[2] + base[2 * S + q]; top = c[q] > top ? c[q] : top; }
+      for (int j = 0; j < S; j++) { c[i * S + j] = expf_(c[i * S + j] - top); sum += c[i * S + j]; }
+      for (int j = 0; j < S; j++) c[i * S + j] = c[i * S + j] / sum + HC_EPS;
+    }
+    for (int it = 0; it < ITERS; it++) {
+      if (it) for (int i = 0; i < S; i++) {
+        float sum = HC_EPS; for (int j = 0; j < S; j++) sum += c[i * S + j];
+        for (int j = 0; j < S; j++) c[i * S + j] /= sum;
+      }
+      for (int j = 0; j < S; j++) {
+        float sum = HC_EPS; for (int i = 0; i < S; i++) sum += c[i * S + j];
+        for (int i = 0; i < S; i++) c[i * S + j] /= sum;
+      }
+    }
+    float* y = x + (i64)t * D;
+    for (int d = 0; d < D; d++) { float a = 0; for (int s = 0; s < S; s++) a += pre[s] * v[s * D + d]; y[d] = rnd(a); }
+    float r = rms(y, D, EPS);
+    for (int d = 0; d < D; d++) y[d] = rnd(y[d] * r * norm[d]);
+  }
+}
+#endif
+
 #ifdef KERNEL_head_rope // out (T,H,D); q (T,H,D), rope (T,R/2,2); NORM: rms of every head first, no weight; INDEX: an indexer's query
 void NAME(float* restrict out, const float* restrict q, const float* restrict rope) {
   for (int t = 0; t < T; t++) for (int h = 0; h < H; h++) {
     const float* a = q + ((i64)t * H + h) * D; float *o = out + ((i64)t * H + h) * D, r = 1.0f;
     if (NORM && !W4A8) r = rms(a, D, EPS);
     if (NORM && W4A8) {                                    // the official order: square, mean, rsqrt, product, each in bfloat16
-      float m = 0; for (int d = 0; d < D; d++) m += bf16(a[d] * a[d]);
-      r = bf16(1.0f / __builtin_sqrtf(bf16(bf16(m / D) + EPS)));
+      float square[D], one[D];
+      for (int d = 0; d < D; d++) { square[d] = bf16(a[d] * a[d]); one[d] = 1; }
+      r = bf16(1.0f / __builtin_sqrtf(bf16(bf16(dot(square, one, D) / D) + EPS)));
     }
     for (int d = 0; d < D; d++) o[d] = rnd(a[d] * r);
     rotate(o + D - R, rope + (i64)t * R, R, 1);
@@ -695,10 +792,8 @@ void NAME(u8* restrict out, EACH(IN)) {
 #endif
 
 #if defined(KERNEL_attend) || defined(KERNEL_attend_block) || defined(KERNEL_attend_part) || defined(KERNEL_attend_merge)
-typedef float v16 __attribute__((vector_size(64), aligned(4)));
 enum { BLOCK = 64, GROUP = 8, HT = H % 4 ? 1 : 4 };         // cached rows, and queries, taken together; heads that share a load
 static inline v16 ld16(const float* p) { return *(const v16*)p; }
-static inline float sum16(v16 a) { v8 b; for (int i = 0; i < 8; i++) b[i] = a[i] + a[i + 8]; return hsum(b); }
 typedef struct { float top[H], sum[H], o[H * D]; } Mix;     // a query's running maximum, sum of weights and weighted rows
 
 static void mix_start(Mix* a) {
@@ -709,7 +804,7 @@ static void mix_start(Mix* a) {
 static void mix_add(Mix* a, const float* restrict q, const float* const* kv, int m) {
   if (!m) return;
   for (int h = 0; h < H; h += HT) {
-    float s[HT][BLOCK], keep[HT];
+    float s[BLOCK * HT], keep[HT], best[16], sum[HT];       // s: HT of each row
     for (int i = 0; i < m; i++) {
       v16 x[HT], y[HT]; int c = 0; float tail[HT];
       for (int j = 0; j < HT; j++) { x[j] = (v16){0}; y[j] = (v16){0}; tail[j] = 0; }
@@ -718,28 +813,32 @@ static void mix_add(Mix* a, const float* restrict q, const float* const* kv, int
         for (int j = 0; j < HT; j++) { const float* r = q + (i64)(h + j) * D + c; x[j] += ld16(r) * k0; y[j] += ld16(r + 16) * k1; }
       }
       for (; c < D; c++) for (int j = 0; j < HT; j++) tail[j] += q[(i64)(h + j) * D + c] * kv[i][c];
-      for (int j = 0; j < HT; j++) s[j][i] = (sum16(x[j] + y[j]) + tail[j]) * SCALE;
+      for (int j = 0; j < HT; j++) x[j] += y[j];
+      const v4 all = sums(x[0], x[1 % HT], x[2 % HT], x[3 % HT]);
+      for (int j = 0; j < HT; j++) s[i * HT + j] = (all[j] + tail[j]) * SCALE;
     }
+    for (int i = m * HT; i % 16; i++) s[i] = 0;
+    for (int j = 0; j < HT; j++) { best[j] = a->top[h + j]; sum[j] = 0; }
+    for (int i = 0; i < m; i++) for (int j = 0; j < HT; j++) best[j] = s[i * HT + j] > best[j] ? s[i * HT + j] : best[j];
+    for (int j = HT; j < 16; j++) best[j] = best[j % HT];
+    for (int i = 0; i < m * HT; i += 16) for (int l = 0; l < 16; l++) s[i + l] = expf_(s[i + l] - best[l]);
+    for (int i = 0; i < m; i++) for (int j = 0; j < HT; j++) sum[j] += s[i * HT + j];
     for (int j = 0; j < HT; j++) {
-      float best = a->top[h + j], sum = 0;
-      for (int i = 0; i < m; i++) best = s[j][i] > best ? s[j][i] : best;
-      for (int i = 0; i < m; i++) s[j][i] = expf_(s[j][i] - best);
-      for (int i = 0; i < m; i++) sum += s[j][i];
-      keep[j] = expf_(a->top[h + j] - best); a->sum[h + j] = a->sum[h + j] * keep[j] + sum; a->top[h + j] = best;
-      if (W4A8) for (int i = 0; i < m; i++) s[j][i] = bf16(s[j][i]);
+      keep[j] = expf_(a->top[h + j] - best[j]); a->sum[h + j] = a->sum[h + j] * keep[j] + sum[j]; a->top[h + j] = best[j];
     }
+    if (W4A8) for (int i = 0; i < m * HT; i++) s[i] = bf16(s[i]);
     int c = 0;
     for (; c + 32 <= D; c += 32) {
       v16 x[HT], y[HT];
       for (int j = 0; j < HT; j++) { float* o = a->o + (h + j) * D + c; x[j] = ld16(o) * keep[j]; y[j] = ld16(o + 16) * keep[j]; }
       for (int i = 0; i < m; i++) {
         v16 k0 = ld16(kv[i] + c), k1 = ld16(kv[i] + c + 16);
-        for (int j = 0; j < HT; j++) { x[j] += s[j][i] * k0; y[j] += s[j][i] * k1; }
+        for (int j = 0; j < HT; j++) { x[j] += s[i * HT + j] * k0; y[j] += s[i * HT + j] * k1; }
       }
       for (int j = 0; j < HT; j++) { float* o = a->o + (h + j) * D + c; *(v16*)o = x[j]; *(v16*)(o + 16) = y[j]; }
     }
     for (; c < D; c++) for (int j = 0; j < HT; j++) {
-      float b = a->o[(h + j) * D + c] * keep[j]; for (int i = 0; i < m; i++) b += s[j][i] * kv[i][c];
+      float b = a->o[(h + j) * D + c] * keep[j]; for (int i = 0; i < m; i++) b += s[i * HT + j] * kv[i][c];
       a->o[(h + j) * D + c] = b;
     }
   }
