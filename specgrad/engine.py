@@ -119,7 +119,10 @@ def open_device(name: str) -> None:
 def put(tensor: Any, values: np.ndarray) -> None:
   """Overwrites a buffer, on each device that has it, from the host. values: the tensor's dtype and size."""
   data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
-  for t in flat((tensor,)): t._buffer().copy_from(Buffer("PYTHON", t.numel(), t.dtype, opaque=data))
+  for t in flat((tensor,)):
+    to = t._buffer()
+    if to.device.split(":")[0] == "CPU": to.as_memoryview(force_zero_copy=True)[:] = data          # without a copy as tinygrad runs one
+    else: to.copy_from(Buffer("PYTHON", t.numel(), t.dtype, opaque=data))
 
 class Mask(Protocol):
   """Which tokens a reply may go on with, for example by a grammar."""
