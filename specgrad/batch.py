@@ -1,8 +1,9 @@
 """Continuous batching: replies that come and go share the steps of one engine.
 
-One thread runs the engine, any other may submit. Between two steps at most one chunk of one prompt is processed, so that a
-long prompt delays the others by no more than a chunk a step. What a reply says does not depend on what else runs: rows of
-a step do not influence each other, and noise hangs on a reply's own seed and position."""
+One thread runs the engine, or on a CPU a thread for each part of its slots; any other may submit. Between two steps of a
+part at most one chunk of one prompt is processed, so that a long prompt delays the others by no more than a chunk a step.
+What a reply says does not depend on what else runs: rows of a step do not influence each other, and noise hangs on a
+reply's own seed and position."""
 import collections
 import queue
 import threading
@@ -25,6 +26,7 @@ class Job:
   blocks: queue.SimpleQueue[Block | None] = field(default_factory=queue.SimpleQueue)
   filling: Iterator[None] | None = None                    # the rest of its prompt,
   left: int = 0                                            # at most so many rows
+  slot: int = -1
   cancelled: bool = False
 
   @property
@@ -48,7 +50,8 @@ class Batch:
     self.slots: dict[int, Job] = {}
     self.idle: list[int] = list(range(engine.slots))       # slots that are free, the longest idle first
     self.changed, self.closing = threading.Condition(), False
-    self.turn = False                                      # whose chunk was the last one: see fill
+    self.turn = [False] * engine.parts                     # whose chunk was the last one: see fill
+    self.failure: BaseException | None = None
 
   @property
   def active(self) -> int: return len(self.slots)
@@ -62,7 +65,7 @@ class Batch:
       n = len(self.waiting)
       if n >= self.bound + len(self.idle): raise Full(f"batch: {n} requests wait, want at most {self.bound}")
       self.waiting.append(job)
-      self.changed.notify()
+      self.changed.notify_all()
     return job
 
   def close(self, cancel: bool = False) -> None:
@@ -71,26 +74,42 @@ class Batch:
       self.closing = True
       if cancel:
         for job in (*self.waiting, *self.slots.values()): job.cancel()
-      self.changed.notify()
+      self.changed.notify_all()
+
+  def mine(self, part: int) -> list[Job]:
+    """The jobs in slots of a part, the oldest first."""
+    return [job for slot, job in list(self.slots.items()) if slot % self.engine.parts == part]
 
   def run(self) -> None:
-    """The engine thread: works until close() and all is done. If the engine fails, every request ends with its error."""
+    """Works until close() and all is done. If the engine fails, every request ends with its error."""
+    others = [threading.Thread(target=self.follow, args=(part,), name=f"engine {part}") for part in range(1, self.engine.parts)]
+    for thread in others: thread.start()
+    self.follow(0)
+    for thread in others: thread.join()
+    if self.failure: raise self.failure
+
+  def follow(self, part: int) -> None:
+    """The thread of a part of the slots."""
     try:
       while True:
         with self.changed:
-          while not (self.waiting or self.slots or self.closing): self.changed.wait()
-          if self.closing and not (self.waiting or self.slots): return
-        self.work()
+          self.changed.wait_for(lambda: self.mine(part) or (self.waiting and self.idle) or self.closing)
+          if self.closing and not self.mine(part):
+            if not self.waiting: return
+            if not self.idle:                              # somebody else's slot has to become free
+              self.changed.wait()
+              continue
+        self.work(part)
     except BaseException as e:
       with self.changed:
-        self.closing = True
+        self.failure, self.closing = self.failure or e, True
         left = [*self.waiting, *self.slots.values()]
         self.waiting.clear()
         self.slots.clear()
+        self.changed.notify_all()
       for job in left:
         job.run.error = job.run.error or f"engine: {type(e).__name__}: {e}"
         self.end(job, "error")
-      raise
 
   def warm(self) -> None:
     """Captures the steps of every size, greedy and drawn, and the chunks of prompts, so that no request waits for that as long as
@@ -99,53 +118,64 @@ class Batch:
     for temperature in (0.0, 1.0):
       jobs = [self.submit([self.engine.config.bos_token_id], (n + 1) * (self.engine.depth + 1), Sampling(temperature), ignore_eos=True)
               for _ in range(n)]
-      while self.waiting or self.slots: self.work()
+      self.finish()
       for job in jobs:
         for _ in job: pass
     for rows in ROWS:
       self.engine.reset()                                  # or else the rows would be reused
-      self.submit([self.engine.config.bos_token_id] * (min(rows, (self.engine.max_context or 0) - 2) + 1), 1, Sampling())
-      while self.waiting or self.slots: self.work()
+      ids = [self.engine.config.bos_token_id] * (min(rows, (self.engine.max_context or 0) - 2) + 1)
+      for _ in range(self.engine.parts): self.submit(ids, 1, Sampling())
+      self.finish()
     self.engine.reset()
 
-  def work(self) -> None:
-    """Ends what was cancelled, gives free slots away, then a chunk of one prompt, then a step of everything that has one."""
+  def finish(self) -> None:
+    """All that is there, in the calling thread."""
+    while self.waiting or self.slots:
+      for part in range(self.engine.parts): self.work(part)
+
+  def work(self, part: int = 0) -> None:
+    """Ends what was cancelled, gives free slots away, then, of one part of the slots, a chunk of one prompt and a step of everything
+    that has one."""
     with self.changed:
       for job in [j for j in self.waiting if j.cancelled]:
         self.waiting.remove(job)
         self.end(job, "interrupted")
-      for slot in [s for s, j in self.slots.items() if j.cancelled]: self.release(slot, "interrupted")
+      for job in [j for j in self.mine(part) if j.cancelled]: self.release(job, "interrupted")
       while self.waiting and self.idle: self.admit(self.waiting.popleft())
-    self.fill([j for j in self.slots.values() if j.filling])
+      jobs = self.mine(part)
+    self.fill([j for j in jobs if j.filling], part)
     groups: dict[tuple[int, int], list[Job]] = {}          # steps of different size are apart: who drafts, and who does so no more
-    for job in self.slots.values():
+    for job in jobs:
       if not job.filling: groups.setdefault((job.run.plan.depth, job.run.plan.width), []).append(job)
-    for jobs in groups.values():
-      for job, block in zip(jobs, self.engine.advance([j.run for j in jobs])):
+    for group in groups.values():
+      for job, block in zip(group, self.engine.advance([j.run for j in group], part)):
         if block.ids: job.blocks.put(block)
         if job.stats.finish_reason:
-          with self.changed: self.release(job.run.slot, job.stats.finish_reason)
+          with self.changed: self.release(job, job.stats.finish_reason)
 
-  def fill(self, jobs: Sequence[Job]) -> None:
+  def fill(self, jobs: Sequence[Job], part: int) -> None:
     """A chunk of one of these prompts: by turns of the oldest, and of the one with the least left, so that a short prompt does
     not wait for a long one, nor a long one for ever. jobs: the oldest first."""
     if not jobs: return
-    self.turn = not self.turn
-    job = jobs[0] if self.turn else min(jobs, key=lambda j: j.left)
+    self.turn[part] = not self.turn[part]
+    job = jobs[0] if self.turn[part] else min(jobs, key=lambda j: j.left)
     job.left -= MAX_ROWS
     if job.filling and next(job.filling, self) is self: job.filling = None
 
   def admit(self, job: Job) -> None:
-    """Into the free slot that holds most of its prompt, else the one that has been idle longest."""
-    slot = max(self.idle, key=lambda s: self.engine.slot[s].reusable(job.run.ids))
+    """Into the free slot that holds most of its prompt, else one of the part with the least to do, the longest idle."""
+    held = lambda slot: self.engine.slot[slot].reusable(job.run.ids)
+    slot = max(self.idle, key=lambda slot: (held(slot), -len(self.mine(slot % self.engine.parts))))
     self.idle.remove(slot)
-    self.slots[slot], job.filling = job, self.engine.prefill(job.run, slot)
-    job.left = len(job.run.ids) - self.engine.slot[slot].reusable(job.run.ids)
+    self.slots[slot], job.slot, job.left, job.filling = job, slot, len(job.run.ids) - held(slot), self.engine.prefill(job.run, slot)
+    self.changed.notify_all()
 
-  def release(self, slot: int, reason: str) -> None:
-    job = self.slots.pop(slot)
-    self.idle.append(slot)
+  def release(self, job: Job, reason: str) -> None:
+    if self.slots.get(job.slot) is not job: return         # another part failed, and with it all
+    del self.slots[job.slot]
+    self.idle.append(job.slot)
     self.end(job, reason)
+    self.changed.notify_all()
 
   def end(self, job: Job, reason: str) -> None:
     job.stats.finish_reason, job.filling = reason, None

@@ -3,7 +3,9 @@
 Speaks token ids only. This is the one module that reads from a device, once a step, and once more where a mask has to know
 what was drafted. Positions, tokens and settings live in device buffers that the captured graphs close over, so that a step
 needs no argument and no recapture. The cache has a slot for each sequence; a step takes some of them, each in a lane of its
-own. On a CPU several steps may run at the same time: they share weights and caches, but no slot, no lane and no graph."""
+own. On a CPU several threads may run steps and prompts at the same time: they share weights and caches, but no slot, no lane
+and no graph."""
+import contextlib
 import functools
 import hashlib
 import math
@@ -12,7 +14,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -222,6 +223,34 @@ class Lanes:
     if self.held is None or len(self.held) != len(runs) or penalised > self.penalised: return False
     return all(run is r and run.pos == pos for run, (r, pos) in zip(runs, self.held))
 
+class Turns:
+  """Calls that may run beside each other, and calls that want to be alone: what tinygrad runs while it captures a graph becomes part
+  of it, whoever runs it."""
+  def __init__(self) -> None: self.changed, self.calls, self.taken = threading.Condition(), 0, False
+
+  @contextlib.contextmanager
+  def beside(self) -> Iterator[None]:
+    with self.changed:
+      self.changed.wait_for(lambda: not self.taken)
+      self.calls += 1
+    try: yield
+    finally:
+      with self.changed:
+        self.calls -= 1
+        if self.taken: self.changed.notify_all()
+
+  @contextlib.contextmanager
+  def alone(self) -> Iterator[None]:
+    with self.changed:
+      self.changed.wait_for(lambda: not self.taken)
+      self.taken = True
+      self.changed.wait_for(lambda: not self.calls)
+    try: yield
+    finally:
+      with self.changed:
+        self.taken = False
+        self.changed.notify_all()
+
 @dataclass
 class Engine:
   """A model on its devices, with `slots` sequences."""
@@ -235,6 +264,8 @@ class Engine:
   slots: int = 1
 
   def __post_init__(self) -> None:
+    self.turns = Turns()
+    self.reading = threading.Lock()                        # to tinygrad a copy is a graph, whose nodes are not for two threads at once
     lowering_cache.install()                               # before the first kernel
     for device in self.devices:
       open_device(device)
@@ -267,18 +298,21 @@ class Engine:
     if choice == "ngram": self.draft = NgramDraft(self.max_context + MAX_ROWS, self.devices, self.slots)
     if small: self.draft = SmallDraft(Target(small.config, weights[1], self.w4a8), Cache(small.config, *settings))
     self.slot = [Slot() for _ in range(self.slots)]
-    self.fill = self.make(np.int32, 2, 1)                  # where a prompt's next chunk goes: position, slot
-    self.rows = {n: self.make(np.int32, n) for n in ROWS}  # and its ids
-    self.lanes: dict[tuple[int, int], Lanes] = {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    self.threads = cores if self.device.split(":")[0] == "CPU" and len(self.devices) == 1 else 1
-    self.pool = ThreadPoolExecutor(self.threads)
-    self.reading = threading.Lock()                        # to tinygrad a copy is a graph, whose nodes are not for two threads at once
+    threads = cores if self.device.split(":")[0] == "CPU" and len(self.devices) == 1 else 1
+    self.parts = max(1, min(threads, self.slots // 4))     # threads that may call at the same time: see advance
+    self.fill = [self.make(np.int32, 2, 1) for _ in range(self.parts)]                   # where a prompt's next chunk goes: position, slot
+    self.rows = [{n: self.make(np.int32, n) for n in ROWS} for _ in range(self.parts)]   # and its ids
+    self.lanes: dict[tuple[int, int], Lanes] = {}
     self.graphs: dict[tuple[Any, ...], TinyJit] = {}
 
   def make(self, dtype: type, *shape: int) -> Any:
     """A buffer of zeros on every device."""
-    return on_all(self.devices, lambda device: Tensor(np.zeros(shape, dtype), device=device).clone().realize())
+    with self.turns.beside(), self.reading:
+      return on_all(self.devices, lambda device: Tensor(np.zeros(shape, dtype), device=device).clone().realize())
+
+  def put(self, tensor: Any, values: np.ndarray) -> None:
+    with self.turns.beside(): put(tensor, values)
 
   @property
   def device(self) -> str: return self.devices[0]
@@ -366,28 +400,25 @@ class Engine:
   def graph(self, name: str, build: Callable[[], Any], *key: Any) -> Any:
     """The captured graph of this name and key, called. It is captured on its first call: nothing in it needs a warm-up."""
     if (jit := self.graphs.get((name, *key))) is None:
-      jit = self.graphs[name, *key] = TinyJit(build)
+      jit = TinyJit(build)
       jit.cnt = 1
-      try:
-        self.progress("compile", 0, 1)
-        with Context(JIT_BATCH_SIZE=0): out = jit()        # all of it as one graph
-      except BaseException:
-        del self.graphs[name, *key]
-        raise
+      self.progress("compile", 0, 1)
+      with self.turns.alone(), Context(JIT_BATCH_SIZE=0): out = jit()                    # all of it as one graph
+      self.graphs[name, *key] = jit
       self.progress("compile", 1, 1)
       return out
-    return jit()
+    with self.turns.beside(): return jit()
 
   def bucket(self, end: int) -> int: return next((b for b in BUCKETS if end <= b), BUCKETS[-1])
 
-  def chunk(self, rows: int, context: int) -> Any:
+  def chunk(self, rows: int, context: int, part: int = 0) -> Any:
     """Prefill of one padded chunk -> streams float32 (rows, S, D). The draft is given its rows of the same tokens."""
     def build() -> Any:
-      ids, draft = self.rows[rows], self.draft
-      h, taps = self.target.forward_taps(ids, self.fill, self.cache, context, draft.tap_layers if draft else ())
-      if draft: realize(*draft.commit(ids, taps, self.fill, context))
+      ids, at, draft = self.rows[part][rows], self.fill[part], self.draft
+      h, taps = self.target.forward_taps(ids, at, self.cache, context, draft.tap_layers if draft else ())
+      if draft: realize(*draft.commit(ids, taps, at, context))
       return h
-    return self.graph("chunk", build, rows, context)
+    return self.graph("chunk", build, rows, context, part)
 
   def step(self, plan: Plan, state: State) -> tuple[np.ndarray, np.ndarray | None]:
     """One captured step, and the one read from the device. -> int32 (B, depth+2): n_accepted, tokens; float32 (B, width, V)
@@ -396,7 +427,7 @@ class Engine:
     return self.read(self.graph("step", build, plan, B, state.number), B)
 
   def read(self, results: Any, B: int) -> tuple[np.ndarray, np.ndarray | None]:
-    with self.reading:
+    with self.turns.beside(), self.reading:
       if not isinstance(results, tuple) or isinstance(results, Each): return on(0, results).numpy(), None
       packed, logits = (on(0, x).numpy() for x in results)
     return packed, logits.reshape(B, -1, logits.shape[-1])
@@ -413,13 +444,14 @@ class Engine:
         realize(*out)
         return out
       proposal = self.graph("propose", build, plan, B, state.number)
-      with self.reading: drafted = np.maximum(on(0, proposal[0]).numpy().reshape(B, K), 0)       # -1 is none: see target_rows
+      with self.turns.beside(), self.reading: drafted = on(0, proposal[0]).numpy().reshape(B, K)
+      drafted = np.maximum(drafted, 0)                     # -1 is none: see target_rows
     if (mask := lanes.masks.get(plan.width)) is None:
       mask = lanes.masks[plan.width] = self.make(np.bool_, B * plan.width, V)
     allowed = np.ones((B, plan.width, V), np.bool_)
     for i, r in enumerate(runs):
       if r.mask: allowed[i, :K + 1] = r.mask.rows(drafted[i].tolist())
-    with self.reading: put(mask, allowed)
+    self.put(mask, allowed)
     made = Draft(proposal[0], proposal[1] if len(proposal) > 1 else None) if proposal else None
     rest = functools.partial(settle, self.target, self.cache, self.draft, state, plan, made, mask)
     return self.read(self.graph("settle", rest, plan, B, state.number), B)
@@ -428,15 +460,15 @@ class Engine:
   def feed(self, ids: Sequence[int], start: int, chunk: int | None = None, slot: int = 0) -> Iterator[tuple[int, Any]]:
     """Rows for ids[start:] into a slot, in chunks of at most `chunk`: (rows that count, streams of the padded chunk) after
     each one."""
-    at, size, place = start, min(chunk or MAX_ROWS, MAX_ROWS), self.slot[slot]
+    at, size, place, part = start, min(chunk or MAX_ROWS, MAX_ROWS), self.slot[slot], slot % self.parts
     place.held = place.held[:start]
     while at < len(ids):
       n = min(size, len(ids) - at)
       rows = next(r for r in ROWS if r >= n)
-      put(self.fill, np.array([[at], [slot]], np.int32))
-      put(self.rows[rows], np.array([*ids[at:at + n], *[0] * (rows - n)], np.int32))
+      self.put(self.fill[part], np.array([[at], [slot]], np.int32))
+      self.put(self.rows[part][rows], np.array([*ids[at:at + n], *[0] * (rows - n)], np.int32))
       place.touch(at, rows)
-      h = self.chunk(rows, self.bucket(at + rows))
+      h = self.chunk(rows, self.bucket(at + rows), part)
       place.held += ids[at:at + n]
       at += n
       yield n, h
@@ -505,10 +537,10 @@ class Engine:
     ends = [self.end(i) for i in spare]
     seeds = [(r.seed & 0xffffffff, r.seed >> 32) for r in runs] + [(0, 0)] * len(spare)
     law = [(r.sampling.temperature, r.sampling.top_p, r.sampling.top_k, r.sampling.min_p) for r in runs] + [(0., 1., 0., 0.)] * len(spare)
-    put(lanes.state.at, np.array([[r.pos for r in runs] + ends, [r.slot for r in runs] + spare], np.int32))
-    put(lanes.state.anchor, np.array([r.anchor for r in runs] + [-1] * len(spare), np.int32))
-    put(lanes.state.seed, np.array(seeds, np.uint32).view(np.int32))
-    put(lanes.state.settings, np.array(law, np.float32))
+    self.put(lanes.state.at, np.array([[r.pos for r in runs] + ends, [r.slot for r in runs] + spare], np.int32))
+    self.put(lanes.state.anchor, np.array([r.anchor for r in runs] + [-1] * len(spare), np.int32))
+    self.put(lanes.state.seed, np.array(seeds, np.uint32).view(np.int32))
+    self.put(lanes.state.settings, np.array(law, np.float32))
     if penalised:
       V = self.config.vocab_size
       bias, counts = np.zeros((lanes.size, V), np.float32), np.zeros((lanes.size, 2, V), np.int32)
@@ -516,9 +548,9 @@ class Engine:
         for token, value in r.sampling.logit_bias: bias[i, token] = value
         for j, ids in enumerate((r.ids, r.out)): counts[i, j] = np.bincount(np.asarray(ids, np.int64), minlength=V)
       rates = [(r.sampling.repetition_penalty, r.sampling.presence_penalty, r.sampling.frequency_penalty) for r in runs]
-      put(lanes.state.penalties, np.array(rates + [(1., 0., 0.)] * len(spare), np.float32))
-      put(lanes.state.bias, bias)
-      put(lanes.state.counts, counts)
+      self.put(lanes.state.penalties, np.array(rates + [(1., 0., 0.)] * len(spare), np.float32))
+      self.put(lanes.state.bias, bias)
+      self.put(lanes.state.counts, counts)
     lanes.spare = list(zip(spare, ends))
 
   def end(self, slot: int) -> int:
@@ -538,31 +570,20 @@ class Engine:
     for slot, start in [(r.slot, r.pos) for r in runs] + lanes.spare: self.slot[slot].touch(start, plan.width)
     return lanes
 
-  def shared(self, runs: Sequence[Run], plan: Plan) -> list[tuple[Sequence[Run], Lanes]]:
-    """The replies in the lanes of one step, or on a CPU of several steps that run at the same time, a core for each: a step of
-    few rows waits for other cores longer than it computes, so a step is never cut, only the replies are."""
-    n, lanes = len(runs), lambda size: min(next(k for k in LANES if k >= size), self.slots)
-    parts = min(self.threads, -(-n // 4))
-    while parts > 1 and parts * lanes(-(-n // parts)) > self.slots: parts -= 1
-    size, used = -(-n // parts), {r.slot for r in runs}
-    free = iter([i for i in range(self.slots) if i not in used])
-    cut = [runs[i:i + size] for i in range(0, n, size)]
-    return [(part, self.lanes_for(part, plan, lanes(size), i, [next(free) for _ in range(lanes(size) - len(part))]))
-            for i, part in enumerate(cut)]
-
-  def advance(self, runs: Sequence[Run]) -> list[Block]:
+  def advance(self, runs: Sequence[Run], part: int | None = None) -> list[Block]:
     """One step of replies whose rows are in their slots -> what each goes on with; no ids for one whose step must be
     repeated without a draft. run.stats.finish_reason says which have ended, "error" one whose logits are not finite.
 
-    Their plans may differ in what is in use of masks, penalties and logprobs, of which a step does all that any of them needs,
-    and greedy ones go with those of any one other rule."""
+    `part`: all of them are in slots part, part + parts, part + 2 parts ..., and so are the lanes that are not in use: a thread for each
+    part may prefill and advance while others do. Plans may differ in what is in use of masks, penalties and logprobs, of which a step
+    does all that any of them needs, and greedy ones go with those of any one other rule."""
     plan = joined([r.plan for r in runs])
     plan = replace(plan, context=self.bucket(max(r.pos for r in runs) + plan.width))
-    parts = self.shared(runs, plan)
-    take = lambda part: self.masked_step(plan, part[1], part[0]) if plan.masked else self.step(plan, part[1].state)
-    ready = all(("settle" if plan.masked else "step", plan, p.size, p.state.number) in self.graphs for _, p in parts)
-    results = list(self.pool.map(take, parts) if ready and len(parts) > 1 else map(take, parts))       # capturing is for one alone
-    return [block for (part, lanes), found in zip(parts, results) for block in self.settled(part, lanes, plan, *found)]
+    slots = range(self.slots) if part is None else range(part, self.slots, self.parts)
+    size, used = min(next(k for k in LANES if k >= len(runs)), len(slots)), {r.slot for r in runs}
+    lanes = self.lanes_for(runs, plan, size, part or 0, [i for i in slots if i not in used][:size - len(runs)])
+    found = self.masked_step(plan, lanes, runs) if plan.masked else self.step(plan, lanes.state)
+    return self.settled(runs, lanes, plan, *found)
 
   def settled(self, runs: Sequence[Run], lanes: Lanes, plan: Plan, packed: np.ndarray, logits: np.ndarray | None) -> list[Block]:
     """A step's results, given to the replies that it was made for."""

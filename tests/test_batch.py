@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ class Models:
     self.folder, self.loaded, self.replies = folder, dict[Any, Model](), dict[Any, Any]()
 
   def __call__(self, draft: str, slots: int = 1) -> Model:
-    if (draft, slots) not in self.loaded:
+    if (draft, slots) not in self.loaded:                  # those of less than no slots were made by a fixture
       special = {"scripted": Scripted, "drawn": Drawn}.get(draft)
       choice: Any = "none" if special else self.folder if draft == "small" else draft
       model = self.loaded[draft, slots] = load(self.folder, draft=choice, max_context=CAPACITY, slots=slots)
@@ -180,7 +179,7 @@ def test_greedy_replies_share_the_step_of_coupled_ones(models: Models, monkeypat
   e, asks, steps = models("ngram", 4).engine, [MIXED[0], MIXED[1]], list[set[str]]()
   e.reset()
   real = e.advance
-  monkeypatch.setattr(e, "advance", lambda runs: (steps.append({r.plan.rule for r in runs}), real(runs))[1])
+  monkeypatch.setattr(e, "advance", lambda runs, part: (steps.append({r.plan.rule for r in runs}), real(runs, part))[1])
   batch = Batch(e)
   jobs = [a.submit(batch) for a in asks]
   assert worked(batch, jobs) == [models.alone("ngram", a)[0] for a in asks]
@@ -209,16 +208,75 @@ def test_a_draft_that_knows_the_reply(models: Models) -> None:
   assert [job.run.slot for job in jobs] == [0, 1, 2, 3] and len({tuple(job.stats.accepted) for job in jobs}) == 4
   assert all(sum(job.stats.accepted) > 20 for job in jobs)
 
-def test_steps_that_run_at_the_same_time(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-  """As on a CPU of four cores: twelve replies in three steps of four, each in a thread of its own."""
-  e, used = models("auto", 16).engine, Counter[int]()
-  monkeypatch.setattr(e, "threads", 4)
-  monkeypatch.setattr(e, "pool", ThreadPoolExecutor(4))
-  real = e.step
-  monkeypatch.setattr(e, "step", lambda plan, state: (used.update([threading.get_ident()]), real(plan, state))[1])
-  both(models, "auto", 16, [ask(3 + 5 * (i % 4), 40 + i, i % 5) for i in range(12)])
-  assert len([t for t, n in used.items() if n > 10]) >= 3 and {(4, 0), (4, 1), (4, 2)} <= set(e.lanes)
-  e.pool.shutdown()
+@pytest.fixture(scope="module")
+def four_cores(models: Models) -> Model:
+  """As on a CPU of four cores: sixteen slots in four parts, of which each has a thread."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("os.sched_getaffinity", lambda _: range(4), raising=False)
+    model = models.loaded["auto", -16] = load(models.folder, max_context=CAPACITY, slots=16)
+  assert model.engine.parts == 4
+  return model
+
+@pytest.mark.parametrize("rich", [False, True])
+def test_parts_that_run_at_the_same_time(models: Models, four_cores: Model, monkeypatch: pytest.MonkeyPatch, rich: bool) -> None:
+  """More replies than slots; graphs are captured by one thread while others step."""
+  e, used = four_cores.engine, dict[int, Counter[int]]()
+  e.graphs.clear()
+  for name in ("step", "masked_step", "chunk"):
+    real = getattr(e, name)
+    monkeypatch.setattr(e, name, lambda *args, real=real: (used.setdefault(threading.get_ident(), Counter()).update([0]), real(*args))[1])
+  asks = [dataclasses.replace(a, n=a.n + i) for i in range(3) for a in (MIXED + RICH if rich else MIXED)]
+  jobs = both(models, "auto", -16, asks)
+  assert len(used) == 4 and all(n[0] > 10 for n in used.values())
+  slots = [{job.slot for job in jobs if job.slot % 4 == part} for part in range(4)]
+  assert all(len(s) == 4 for s in slots), slots
+  assert {key[1] for key in e.lanes} == {0, 1, 2, 3} and all(size <= 4 for size, _ in e.lanes)
+
+def test_parts_share_the_work(models: Models, four_cores: Model) -> None:
+  """A request goes where least is to do, unless a slot holds what it begins with."""
+  e = four_cores.engine
+  e.reset()
+  batch = Batch(e)
+  jobs = [ask(5, 9, i).submit(batch) for i in range(6)]
+  batch.work(2)                                            # whoever comes first gives slots away
+  assert [job.slot % 4 for job in jobs] == [0, 1, 2, 3, 0, 1] and [len(batch.mine(part)) for part in range(4)] == [2, 2, 1, 1]
+  assert [job.stats.steps for job in jobs] == [0, 0, 1, 0, 0, 0]
+  batch.finish()
+  said = [t for block in jobs[4] for t in block.ids]
+  again = Ask((*jobs[4].run.ids, *said, 9), 3).submit(batch)
+  batch.work(3)
+  assert again.slot == jobs[4].slot and again.stats.steps == 0
+  batch.finish()
+  assert again.stats.reused_tokens == len(jobs[4].run.ids) + 8
+  emptied(batch)
+
+def test_parts_end_together(models: Models, four_cores: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+  """When told to, and when one fails: nobody waits for ever, whatever was going on elsewhere."""
+  e = four_cores.engine
+  for cancel in (True, False):
+    e.reset()
+    batch = Batch(e)
+    jobs = [ask(5, 30 + i, i).submit(batch) for i in range(20)]
+    engine = threading.Thread(target=batch.run)
+    engine.start()
+    next(iter(jobs[0]))
+    batch.close(cancel)
+    engine.join(60)
+    assert not engine.is_alive()
+    emptied(batch)
+    assert {job.stats.finish_reason for job in jobs[1:]} <= ({"interrupted", "length"} if cancel else {"length"})
+  real, steps = e.advance, itertools.count()
+
+  def advance(runs: Any, part: int) -> Any:
+    if part == 2 and next(steps) == 5: raise RuntimeError("out of paper")
+    return real(runs, part)
+  monkeypatch.setattr(e, "advance", advance)
+  batch = Batch(e)
+  jobs = [ask(5, 60, i).submit(batch) for i in range(20)]
+  with pytest.raises(RuntimeError, match="out of paper"): batch.run()
+  for job in jobs:
+    with pytest.raises(ArithmeticError, match="^engine: RuntimeError: out of paper$"): list(job)
+  assert threading.active_count() < 10
 
 @pytest.mark.parametrize("draft", ["auto", "ngram", "none"])
 def test_contexts_across_a_border_of_captured_ones(models: Models, draft: str) -> None:
@@ -461,9 +519,9 @@ def test_an_engine_that_fails_takes_all_with_it(models: Models, monkeypatch: pyt
   jobs = [a.submit(batch) for a in (ask(3, 50), ask(4, 50), ask(5, 50))]
   steps = itertools.count()
 
-  def advance(runs: Any) -> Any:
+  def advance(runs: Any, part: int) -> Any:
     if next(steps) == 3: raise RuntimeError("out of paper")
-    return real(runs)
+    return real(runs, part)
   monkeypatch.setattr(e, "advance", advance)
   with pytest.raises(RuntimeError, match="out of paper"): batch.run()
   for job in jobs:
@@ -607,7 +665,7 @@ def test_an_idle_engine_waits_and_wakes(models: Models) -> None:
   """It does not spin where there is nothing to do, and a request or the end wakes it."""
   batch, rounds = Batch(models("auto", 2).engine), []
   work = batch.work
-  batch.work = lambda: (rounds.append(0), work())[1]       # type: ignore[method-assign]
+  batch.work = lambda part: (rounds.append(0), work(part))[1]       # type: ignore[method-assign]
   engine = threading.Thread(target=batch.run)
   engine.start()
   for _ in range(2):
@@ -750,9 +808,10 @@ def test_no_mask_is_not_a_mask(models: Models) -> None:
 def test_graphs_are_few_and_hold_no_view(models: Models, found_views: list[str]) -> None:
   """Of all that ran in this module. A step is captured for 1, 4, 8 and 16 sequences, or as many as there are slots."""
   names, found = {"step", "propose", "settle"}, set[str]()
-  for (_, slots), m in models.loaded.items():
-    keys = [key for key in m.engine.graphs if key[0] in names]
-    assert {key[2] for key in keys} <= {n for n in (1, 4, 8, 16) if n <= slots} | {slots}
+  for m in models.loaded.values():
+    keys, slots = [key for key in m.engine.graphs if key[0] in names], m.engine.slots
+    whole = {slots} | {len(range(part, slots, m.engine.parts)) for part in range(m.engine.parts)}
+    assert {key[2] for key in keys} <= {n for n in (1, 4, 8, 16) if n <= slots} | whole
     found |= {key[0] for key in keys}
   assert found == names and found_views == []
 

@@ -285,5 +285,5 @@ def test_statistics_and_labels_do_not_change(models: Models) -> None:
 def test_no_captured_kernel_is_given_a_view(found_views: list[str]) -> None: assert found_views == []
 
 def test_tensors_stay_where_they_belong(models: Models) -> None:
-  for t in (*models["auto"].engine.cache.buffers(), models["auto"].engine.fill):
+  for t in (*models["auto"].engine.cache.buffers(), *models["auto"].engine.fill):
     assert isinstance(t, Each) and tuple(x.device for x in t) == PAIR and all(isinstance(x, Tensor) for x in t)

@@ -68,8 +68,8 @@ def commit(golden: Golden, ids: Sequence[int], start: int = 0, chunk: int = 32) 
 
 def rows(golden: Golden, ids: Sequence[int], pos: int) -> None:
   """The same for rows that are all given."""
-  put(golden.engine.fill, np.array([[pos], [SLOT]], np.int32))
-  put(golden.engine.rows[len(ids)], np.array(ids, np.int32))
+  put(golden.engine.fill[0], np.array([[pos], [SLOT]], np.int32))
+  put(golden.engine.rows[0][len(ids)], np.array(ids, np.int32))
   golden.engine.chunk(len(ids), CAPACITY)
 
 def propose(golden: Golden, anchor: int, pos: int, depth: int = 5) -> dict[str, Array]:
