@@ -21,7 +21,7 @@ HEADER_BYTES = 32 << 10                                    # request line and he
 HEADER_SECONDS, BODY_SECONDS = 15.0, 60.0                  # to send them, and then the body
 STALL_SECONDS = 60.0                                       # a reader may take nothing of what waits for it
 CONNECTIONS = 512                                          # at once, most of them idle
-LAST_SECONDS = 5.0                                         # for cancelled streams to say so
+LAST_SECONDS = 5.0                                         # after a signal: for the rest of a request, and for cancelled streams to say so
 
 TOO_LONG = RequestError(f"headers: more than {HEADER_BYTES} bytes, want less", status=431)
 
@@ -169,11 +169,16 @@ class Server(uvicorn.Server):
   def end(self, times: int) -> None:
     self.draining, self.should_exit = True, self.should_exit or times > 1
     if times <= len(self.steps): self.steps[times - 1]()
+    if times == 1: self.loop.call_later(LAST_SECONDS, self.hang_up)
     if times == 2:
-      for connection in self.server_state.connections:
-        if isinstance(connection, Guard) and connection.busy and connection.cycle.more_body: connection.transport.abort()
+      self.hang_up()
       self.loop.call_later(LAST_SECONDS, self.end, 3)
     if times > 2: self.force_exit = True
+
+  def hang_up(self) -> None:
+    """On who has sent half a request: it would be refused anyway."""
+    for connection in self.server_state.connections:
+      if isinstance(connection, Guard) and connection.busy and connection.cycle.more_body: connection.transport.abort()
 
 def bind(host: str, port: int) -> socket.socket:
   """A socket that does not listen yet, so that nobody connects before the model is there. Raises ValueError, one line."""

@@ -297,7 +297,7 @@ typedef i64 l8 __attribute__((vector_size(64)));
 #endif
 #ifdef __AVX512F__
 #define FEW 6                                              // rows of x for which nothing is kept decoded
-enum { ROWS = 4, COLS = 4 };                               // rows and columns at once of more
+enum { ROWS = 2, COLS = 4 };                               // rows and columns at once of more
 #else
 #define FEW 2                                              // there are fewer and smaller registers
 enum { ROWS = 2, COLS = 2 };
@@ -572,8 +572,9 @@ static __attribute__((noinline)) void singly(float* out, i64 stride, const w16* 
 #endif
 
 #ifdef KERNEL_linear   // out (T,G*N); x (T,G*K), w (G*N,K) and its scales: G independent products. QUANTISE: x to e4m3 first
+#define AT_ONCE (T < 3 ? COLS : FOLDED(KIND) && T * K > 16384 ? 3 : 2)                     // more where x does not fit the first cache
 #if T <= FEW
-DEFINE_FEW(times, KIND, T, T < 3 ? COLS : FOLDED(KIND) && T * K > 16384 ? 3 : 2)         // where x does not fit the first cache: more columns
+DEFINE_FEW(times, KIND, T, AT_ONCE)
 #else
 DEFINE_MANY(times, KIND)
 #endif
@@ -589,7 +590,8 @@ void NAME(float* restrict out, const float* restrict x, const u8* restrict w, co
 #endif
 
 #ifdef KERNEL_hc_pre          // x (T,D), post (T,S), comb (T,S,S); h (T,S,D), fn (2S+SS,SD), scale (3,), base (2S+SS,), norm (D,)
-DEFINE_FEW(few, F32, LESS(T, ROWS), COLS)
+enum { TOGETHER = LESS(T, LESS(FEW, 4)) };                 // rows of h
+DEFINE_FEW(few, F32, TOGETHER, COLS)
 #if S * D % 16
 DEFINE_ROWS(matmul, few, F32)
 #endif
@@ -600,9 +602,9 @@ void NAME(float* restrict x, float* restrict post, float* restrict comb, const f
 #if S * D % 16
   for (int t = 0; t < T; t++) { const float* row = h + (i64)t * S * D; matmul(all + t * MIX, MIX, &row, 1, 0, mix, MIX, S * D); }
 #else                                                      // rows of h are lines of x as they are
-  for (int t = 0; t < T; t += ROWS) {
-    const int r = LESS(t, T - LESS(T, ROWS));              // the last four once more rather than fewer
-    few(all + r * MIX, MIX, (const w16*)h + (i64)r * S * D / 16, S * D / 16, LESS(T, ROWS), 0, mix, MIX, S * D);
+  for (int t = 0; t < T; t += TOGETHER) {
+    const int r = LESS(t, T - TOGETHER);                   // the last rows once more rather than fewer at once
+    few(all + r * MIX, MIX, (const w16*)h + (i64)r * S * D / 16, S * D / 16, TOGETHER, 0, mix, MIX, S * D);
   }
 #endif
   for (int t = 0; t < T; t++) {
@@ -1039,14 +1041,26 @@ void NAME(float* restrict out, const float* restrict x, const u8* restrict w13, 
 
 #ifdef KERNEL_markov   // out (B,V); base (B*K,V), w1 (V,R), w2 (V,R), token (B,): row ROW of each base plus w2 . w1[token]
 void NAME(float* restrict out, const float* restrict base, const void* restrict w1, const void* restrict w2, const int* restrict token) {
-  float e[B][R], w[R];
+  enum { WIDE = (R + 15) / 16, Q = B < 4 ? B : 4 };        // zeros behind R, and for sequences that there are not
+  v16 e[(B + 3) / 4 * 4][WIDE] = { 0 }, w[WIDE] = { 0 };
   for (int b = 0; b < B; b++) {
     const i64 from = (i64)(token[b] < 0 ? 0 : token[b]) * R;
-    for (int j = 0; j < R; j++) e[b][j] = HALF ? ((bits){ .u = (u32)((const unsigned short*)w1)[from + j] << 16 }).f : ((const float*)w1)[from + j];
+    for (int j = 0; j < R; j++) ((float*)e[b])[j] = HALF ? ((bits){ .u = (u32)((const half*)w1)[from + j] << 16 }).f : ((const float*)w1)[from + j];
   }
-  for (i64 i = 0; i < V; i++) {
-    for (int j = 0; j < R; j++) w[j] = HALF ? ((bits){ .u = (u32)((const unsigned short*)w2)[i * R + j] << 16 }).f : ((const float*)w2)[i * R + j];
-    for (int b = 0; b < B; b++) out[(i64)b * V + i] = base[((i64)b * K + ROW) * V + i] + dot(w, e[b], R);
+  for (i64 from = 0; from < V; from += 16) {               // 16 of V for each sequence in turn: rows of V share few lines of the cache
+    const int n = V - from < 16 ? (int)(V - from) : 16; float add[(B + 3) / 4 * 4][16];
+    for (int i = 0; i < n; i++) {
+      const i64 at = (from + i) * R;
+      for (int j = 0; j < R; j++) ((float*)w)[j] = HALF ? ((bits){ .u = (u32)((const half*)w2)[at + j] << 16 }).f : ((const float*)w2)[at + j];
+      for (int b = 0; b < B; b += 4) {
+        v16 a[4] = { 0 };
+        for (int j = 0; j < WIDE; j++) for (int q = 0; q < Q; q++) a[q] += w[j] * e[b + q][j];
+        const v4 all = sums(a[0], a[1], a[2], a[3]);
+        for (int q = 0; q < 4; q++) add[b + q][i] = all[q];
+      }
+    }
+    for (int b = 0; b < B; b++) for (int i = 0; i < n; i++) add[b][i] += base[((i64)b * K + ROW) * V + from + i];
+    for (int b = 0; b < B; b++) for (int i = 0; i < n; i++) out[(i64)b * V + from + i] = add[b][i];
   }
 }
 #endif
