@@ -297,7 +297,7 @@ typedef i64 l8 __attribute__((vector_size(64)));
 #endif
 #ifdef __AVX512F__
 #define FEW 6                                              // rows of x for which nothing is kept decoded
-enum { ROWS = 2, COLS = 4 };                               // rows and columns at once of more
+enum { ROWS = K_MOST > 1024 ? 4 : 2, COLS = 4 };           // rows and columns at once of more: long ones are read less often
 #else
 #define FEW 2                                              // there are fewer and smaller registers
 enum { ROWS = 2, COLS = 2 };
@@ -475,6 +475,7 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
                                                           const u16* lost, const int fold, const int cols, i64 k) {
   const int steps = STEPS(kind); v16 acc[MOST][COLS];
   for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) acc[r][c] = (v16){0};
+  _Pragma("clang loop unroll_count(2)")
   for (i64 g = 0; g < BLOCKS(kind, k); g += GROUP(kind)) {
     v16 part[MOST][COLS], f[COLS];
     for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) part[r][c] = SCALED(kind) && !fold ? (v16){0} : acc[r][c];
