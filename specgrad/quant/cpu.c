@@ -295,14 +295,6 @@ typedef i64 l8 __attribute__((vector_size(64)));
 #else
 #define PAIRS 0
 #endif
-#ifdef __AVX512F__
-#define FEW 6                                              // rows of x for which nothing is kept decoded
-enum { ROWS = K_MOST > 1024 ? 4 : 2, COLS = 4 };           // rows and columns at once of more: long ones are read less often
-#else
-#define FEW 2                                              // there are fewer and smaller registers
-enum { ROWS = 2, COLS = 2 };
-#endif
-enum { MOST = FEW < ROWS ? ROWS : FEW, LINES = 64 };                                       // rows of x that are taken together
 #ifdef KERNEL_linear
 #define EVEN (K % 128 == 0)                                // rows of w are whole blocks of 64 bytes
 #elif defined(KERNEL_hc_pre)
@@ -311,6 +303,14 @@ enum { MOST = FEW < ROWS ? ROWS : FEW, LINES = 64 };                            
 #else
 #define EVEN (D % 128 == 0 && I % 128 == 0 && J % 128 == 0)
 #endif
+#ifdef __AVX512F__
+#define FEW 6                                              // rows of x for which nothing is kept decoded
+enum { ROWS = K_MOST > 1024 ? 4 : 2, COLS = 4 };           // rows and columns at once of more: long ones are read less often
+#else
+#define FEW 2                                              // there are fewer and smaller registers
+enum { ROWS = 2, COLS = 2 };
+#endif
+enum { MOST = FEW < ROWS ? ROWS : FEW, LINES = 64 };                                       // rows of x that are taken together
 #define CEIL(a, b) (((a) + (b) - 1) / (b))
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
 #define PAIRED(kind) (PAIRS && (kind) != F32)
