@@ -26,7 +26,6 @@ class Job:
   blocks: queue.SimpleQueue[Block | None] = field(default_factory=queue.SimpleQueue)
   filling: Iterator[None] | None = None                    # the rest of its prompt,
   left: int = 0                                            # at most so many rows
-  slot: int = -1
   cancelled: bool = False
 
   @property
@@ -80,12 +79,21 @@ class Batch:
     """The jobs in slots of a part, the oldest first."""
     return [job for slot, job in list(self.slots.items()) if slot % self.engine.parts == part]
 
+  def load(self, part: int) -> int:
+    """Rows that its jobs may still ask for."""
+    return sum(max(job.left, 0) + job.run.max_tokens - job.stats.tokens for job in self.mine(part))
+
   def run(self) -> None:
-    """Works until close() and all is done. If the engine fails, every request ends with its error."""
+    """Works until close() and all is done; starts the threads of all parts but one. If the engine fails, every request ends with its
+    error."""
     others = [threading.Thread(target=self.follow, args=(part,), name=f"engine {part}") for part in range(1, self.engine.parts)]
-    for thread in others: thread.start()
-    self.follow(0)
-    for thread in others: thread.join()
+    try:
+      for thread in others: thread.start()
+      self.follow(0)
+      for thread in others: thread.join()
+    except BaseException as e:                             # Ctrl-C while it waits for them
+      self.fail(e)
+      raise
     if self.failure: raise self.failure
 
   def follow(self, part: int) -> None:
@@ -93,23 +101,22 @@ class Batch:
     try:
       while True:
         with self.changed:
-          self.changed.wait_for(lambda: self.mine(part) or (self.waiting and self.idle) or self.closing)
-          if self.closing and not self.mine(part):
-            if not self.waiting: return
-            if not self.idle:                              # somebody else's slot has to become free
-              self.changed.wait()
-              continue
+          self.changed.wait_for(lambda: self.mine(part) or self.waiting or self.closing)
+          if self.closing and not self.waiting and not self.mine(part): return
         self.work(part)
-    except BaseException as e:
-      with self.changed:
-        self.failure, self.closing = self.failure or e, True
-        left = [*self.waiting, *self.slots.values()]
-        self.waiting.clear()
-        self.slots.clear()
-        self.changed.notify_all()
-      for job in left:
-        job.run.error = job.run.error or f"engine: {type(e).__name__}: {e}"
-        self.end(job, "error")
+    except BaseException as e: self.fail(e)
+
+  def fail(self, error: BaseException) -> None:
+    """Ends all requests, and with them all threads."""
+    with self.changed:
+      self.failure, self.closing = self.failure or error, True
+      left = [*self.waiting, *self.slots.values()]
+      self.waiting.clear()
+      self.slots.clear()
+      self.changed.notify_all()
+    for job in left:
+      job.run.error = job.run.error or f"engine: {type(error).__name__}: {error}"
+      self.end(job, "error")
 
   def warm(self) -> None:
     """Captures the steps of every size, greedy and drawn, and the chunks of prompts, so that no request waits for that as long as
@@ -134,8 +141,8 @@ class Batch:
       for part in range(self.engine.parts): self.work(part)
 
   def work(self, part: int = 0) -> None:
-    """Ends what was cancelled, gives free slots away, then, of one part of the slots, a chunk of one prompt and a step of everything
-    that has one."""
+    """Ends what was cancelled while it waited or in this part of the slots, gives free slots away, then, of this part, a chunk of one
+    prompt and a step of everything that has one."""
     with self.changed:
       for job in [j for j in self.waiting if j.cancelled]:
         self.waiting.remove(job)
@@ -146,7 +153,8 @@ class Batch:
     self.fill([j for j in jobs if j.filling], part)
     groups: dict[tuple[int, int], list[Job]] = {}          # steps of different size are apart: who drafts, and who does so no more
     for job in jobs:
-      if not job.filling: groups.setdefault((job.run.plan.depth, job.run.plan.width), []).append(job)
+      if job.filling or self.slots.get(job.run.slot) is not job: continue
+      groups.setdefault((job.run.plan.depth, job.run.plan.width), []).append(job)
     for group in groups.values():
       for job, block in zip(group, self.engine.advance([j.run for j in group], part)):
         if block.ids: job.blocks.put(block)
@@ -160,23 +168,26 @@ class Batch:
     self.turn[part] = not self.turn[part]
     job = jobs[0] if self.turn[part] else min(jobs, key=lambda j: j.left)
     job.left -= MAX_ROWS
-    if job.filling and next(job.filling, self) is self: job.filling = None
+    if (filling := job.filling) and next(filling, self) is self: job.filling = None
 
   def admit(self, job: Job) -> None:
-    """Into the free slot that holds most of its prompt, else one of the part with the least to do, the longest idle."""
+    """Into a free slot: where a good deal of its prompt is; then where least is left to do; then where most of the prompt is; then the
+    longest idle."""
     held = lambda slot: self.engine.slot[slot].reusable(job.run.ids)
-    slot = max(self.idle, key=lambda slot: (held(slot), -len(self.mine(slot % self.engine.parts))))
+    slot = max(self.idle, key=lambda slot: (held(slot) // 32, -self.load(slot % self.engine.parts), held(slot)))
     self.idle.remove(slot)
-    self.slots[slot], job.slot, job.left, job.filling = job, slot, len(job.run.ids) - held(slot), self.engine.prefill(job.run, slot)
+    self.slots[slot], job.left = job, len(job.run.ids) - held(slot)
+    job.run.slot, job.filling = slot, self.engine.prefill(job.run, slot)
     self.changed.notify_all()
 
   def release(self, job: Job, reason: str) -> None:
-    if self.slots.get(job.slot) is not job: return         # another part failed, and with it all
-    del self.slots[job.slot]
-    self.idle.append(job.slot)
+    if self.slots.get(job.run.slot) is not job: return     # another part failed, and with it all
+    del self.slots[job.run.slot]
+    self.idle.append(job.run.slot)
+    job.filling = None
     self.end(job, reason)
     self.changed.notify_all()
 
   def end(self, job: Job, reason: str) -> None:
-    job.stats.finish_reason, job.filling = reason, None
+    job.stats.finish_reason = reason
     job.blocks.put(None)

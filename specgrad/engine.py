@@ -40,7 +40,7 @@ from specgrad.weights import DRAFT, TARGET, stream
 ROWS = (1, 8, 32, MAX_ROWS)                                # rows of the captured chunks; a shorter rest is padded
 LANES = (1, 4, 8, 16)                                      # sequences of the captured steps
 BUCKETS = tuple(512 * 4 ** i for i in range(7))            # context lengths that a graph is captured for
-Progress = Callable[[str, int, int], None]                 # stage, done, total
+Progress = Callable[[str, int, int], None]                 # stage, done, total; from any thread that calls the engine
 
 @dataclass(frozen=True)
 class Sampling:
@@ -224,8 +224,8 @@ class Lanes:
     return all(run is r and run.pos == pos for run, (r, pos) in zip(runs, self.held))
 
 class Turns:
-  """Calls that may run beside each other, and calls that want to be alone: what tinygrad runs while it captures a graph becomes part
-  of it, whoever runs it."""
+  """Calls that may run beside each other, and calls that want to be alone: what tinygrad runs in this process while it captures a
+  graph becomes part of it, whoever runs it."""
   def __init__(self) -> None: self.changed, self.calls, self.taken = threading.Condition(), 0, False
 
   @contextlib.contextmanager
@@ -244,12 +244,16 @@ class Turns:
     with self.changed:
       self.changed.wait_for(lambda: not self.taken)
       self.taken = True
-      self.changed.wait_for(lambda: not self.calls)
-    try: yield
+    try:
+      with self.changed: self.changed.wait_for(lambda: not self.calls)
+      yield
     finally:
       with self.changed:
         self.taken = False
         self.changed.notify_all()
+
+TURNS = Turns()
+READING = threading.Lock()                                 # to tinygrad a copy is a graph, whose nodes are not for two threads at once
 
 @dataclass
 class Engine:
@@ -264,8 +268,6 @@ class Engine:
   slots: int = 1
 
   def __post_init__(self) -> None:
-    self.turns = Turns()
-    self.reading = threading.Lock()                        # to tinygrad a copy is a graph, whose nodes are not for two threads at once
     lowering_cache.install()                               # before the first kernel
     for device in self.devices:
       open_device(device)
@@ -308,11 +310,11 @@ class Engine:
 
   def make(self, dtype: type, *shape: int) -> Any:
     """A buffer of zeros on every device."""
-    with self.turns.beside(), self.reading:
+    with TURNS.beside(), READING:
       return on_all(self.devices, lambda device: Tensor(np.zeros(shape, dtype), device=device).clone().realize())
 
   def put(self, tensor: Any, values: np.ndarray) -> None:
-    with self.turns.beside(): put(tensor, values)
+    with TURNS.beside(): put(tensor, values)
 
   @property
   def device(self) -> str: return self.devices[0]
@@ -402,12 +404,13 @@ class Engine:
     if (jit := self.graphs.get((name, *key))) is None:
       jit = TinyJit(build)
       jit.cnt = 1
-      self.progress("compile", 0, 1)
-      with self.turns.alone(), Context(JIT_BATCH_SIZE=0): out = jit()                    # all of it as one graph
+      with TURNS.alone(), Context(JIT_BATCH_SIZE=0):       # all of it as one graph
+        self.progress("compile", 0, 1)
+        out = jit()
+        self.progress("compile", 1, 1)
       self.graphs[name, *key] = jit
-      self.progress("compile", 1, 1)
       return out
-    with self.turns.beside(): return jit()
+    with TURNS.beside(): return jit()
 
   def bucket(self, end: int) -> int: return next((b for b in BUCKETS if end <= b), BUCKETS[-1])
 
@@ -427,7 +430,7 @@ class Engine:
     return self.read(self.graph("step", build, plan, B, state.number), B)
 
   def read(self, results: Any, B: int) -> tuple[np.ndarray, np.ndarray | None]:
-    with self.turns.beside(), self.reading:
+    with TURNS.beside(), READING:
       if not isinstance(results, tuple) or isinstance(results, Each): return on(0, results).numpy(), None
       packed, logits = (on(0, x).numpy() for x in results)
     return packed, logits.reshape(B, -1, logits.shape[-1])
@@ -444,7 +447,7 @@ class Engine:
         realize(*out)
         return out
       proposal = self.graph("propose", build, plan, B, state.number)
-      with self.turns.beside(), self.reading: drafted = on(0, proposal[0]).numpy().reshape(B, K)
+      with TURNS.beside(), READING: drafted = on(0, proposal[0]).numpy().reshape(B, K)
       drafted = np.maximum(drafted, 0)                     # -1 is none: see target_rows
     if (mask := lanes.masks.get(plan.width)) is None:
       mask = lanes.masks[plan.width] = self.make(np.bool_, B * plan.width, V)
@@ -575,8 +578,8 @@ class Engine:
     repeated without a draft. run.stats.finish_reason says which have ended, "error" one whose logits are not finite.
 
     `part`: all of them are in slots part, part + parts, part + 2 parts ..., and so are the lanes that are not in use: a thread for each
-    part may prefill and advance while others do. Plans may differ in what is in use of masks, penalties and logprobs, of which a step
-    does all that any of them needs, and greedy ones go with those of any one other rule."""
+    part may prefill and advance while others do. Without it nobody else may. Plans may differ in what is in use of masks, penalties and
+    logprobs, of which a step does all that any of them needs, and greedy ones go with those of any one other rule."""
     plan = joined([r.plan for r in runs])
     plan = replace(plan, context=self.bucket(max(r.pos for r in runs) + plan.width))
     slots = range(self.slots) if part is None else range(part, self.slots, self.parts)

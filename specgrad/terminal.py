@@ -51,17 +51,19 @@ class Screen:
 
 class Bars:
   """Progress of what lasts longer than a second, on a terminal only. A compilation reports its start and its end, so a
-  thread keeps its clock going. `stopping` breaks off what reports, between two chunks or before a compilation: nothing is
-  half done then."""
+  thread keeps its clock going; a server's engine reports from several. `stopping` breaks off what reports, between two
+  chunks or before a compilation: nothing is half done then."""
   def __init__(self, screen: Screen) -> None:
     self.screen, self.stage, self.over, self.stopping = screen, "", threading.Event(), False
     self.bar: Any = None
     self.clock: threading.Thread | None = None
+    self.lock = threading.RLock()
 
   def __call__(self, stage: str, done: int, total: int) -> None:
-    if stage != self.stage: self.start(stage, done, total)
-    elif stage != "compile": self.bar.update(done - self.bar.n)
-    if done >= total: self.close()
+    with self.lock:
+      if stage != self.stage: self.start(stage, done, total)
+      elif stage != "compile": self.bar.update(done - self.bar.n)
+      if done >= total: self.close()
     if self.stopping: raise KeyboardInterrupt
 
   def start(self, stage: str, done: int, total: int) -> None:
@@ -81,10 +83,11 @@ class Bars:
     while not over.wait(0.25): bar.update(0)
 
   def close(self) -> None:
-    self.over.set()
-    if self.clock: self.clock.join()
-    if self.bar is not None: self.bar.close()
-    self.stage, self.bar, self.clock = "", None, None
+    with self.lock:
+      self.over.set()
+      if self.clock: self.clock.join()
+      if self.bar is not None: self.bar.close()
+      self.stage, self.bar, self.clock = "", None, None
 
 class Keyboard:
   """Commands and messages from the terminal. What comes faster than anybody types is a paste and stays one message, with

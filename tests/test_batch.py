@@ -21,7 +21,7 @@ from tinygrad.helpers import GlobalCounters
 
 from specgrad.api import Model, demo_path, load
 from specgrad.batch import Batch, Closed, Full, Job
-from specgrad.engine import MAX_ROWS, Engine, Mask, Sampling, Stats, put
+from specgrad.engine import MAX_ROWS, Engine, Mask, Sampling, Stats, Turns, put
 from specgrad.models.dspark import DSpark
 from specgrad.models.small import SmallDraft
 
@@ -228,7 +228,7 @@ def test_parts_that_run_at_the_same_time(models: Models, four_cores: Model, monk
   asks = [dataclasses.replace(a, n=a.n + i) for i in range(3) for a in (MIXED + RICH if rich else MIXED)]
   jobs = both(models, "auto", -16, asks)
   assert len(used) == 4 and all(n[0] > 10 for n in used.values())
-  slots = [{job.slot for job in jobs if job.slot % 4 == part} for part in range(4)]
+  slots = [{job.run.slot for job in jobs if job.run.slot % 4 == part} for part in range(4)]
   assert all(len(s) == 4 for s in slots), slots
   assert {key[1] for key in e.lanes} == {0, 1, 2, 3} and all(size <= 4 for size, _ in e.lanes)
 
@@ -239,16 +239,72 @@ def test_parts_share_the_work(models: Models, four_cores: Model) -> None:
   batch = Batch(e)
   jobs = [ask(5, 9, i).submit(batch) for i in range(6)]
   batch.work(2)                                            # whoever comes first gives slots away
-  assert [job.slot % 4 for job in jobs] == [0, 1, 2, 3, 0, 1] and [len(batch.mine(part)) for part in range(4)] == [2, 2, 1, 1]
+  assert [job.run.slot % 4 for job in jobs] == [0, 1, 2, 3, 0, 1] and [len(batch.mine(part)) for part in range(4)] == [2, 2, 1, 1]
   assert [job.stats.steps for job in jobs] == [0, 0, 1, 0, 0, 0]
   batch.finish()
   said = [t for block in jobs[4] for t in block.ids]
   again = Ask((*jobs[4].run.ids, *said, 9), 3).submit(batch)
   batch.work(3)
-  assert again.slot == jobs[4].slot and again.stats.steps == 0
+  assert again.run.slot == jobs[4].run.slot and again.stats.steps == 0
   batch.finish()
   assert again.stats.reused_tokens == len(jobs[4].run.ids) + 8
   emptied(batch)
+
+def test_parts_are_loaded_alike(models: Models, four_cores: Model) -> None:
+  """By what is left to do, and a row or two that a slot happens to hold do not count against that."""
+  e = four_cores.engine
+  e.reset()
+  batch = Batch(e)
+  ids = prompt(5)
+  jobs = [batch.submit(ids, most, Sampling(), ignore_eos=True) for most in (50, 2, 2, 2, 2, 2, 2)]
+  batch.work(3)
+  assert [job.run.slot % 4 for job in jobs] == [0, 1, 2, 3, 1, 2, 3]
+  batch.finish()
+  jobs = [batch.submit([*ids[:2], 9, i], 3, Sampling(), ignore_eos=True) for i in range(8)]
+  batch.work(0)
+  assert sorted(job.run.slot % 4 for job in jobs) == [0, 0, 1, 1, 2, 2, 3, 3]
+  batch.finish()
+  emptied(batch)
+
+def test_an_interrupt_ends_all_parts(models: Models, four_cores: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Ctrl-C reaches the thread that runs the batch: the others end, too, and everyone is told."""
+  e = four_cores.engine
+  e.reset()
+  real = e.advance
+
+  def advance(runs: Any, part: int) -> Any:
+    if part == 0: raise KeyboardInterrupt
+    return real(runs, part)
+  monkeypatch.setattr(e, "advance", advance)
+  batch = Batch(e)
+  jobs = [ask(5, 400, i).submit(batch) for i in range(8)]
+  with pytest.raises(KeyboardInterrupt): batch.run()
+  assert all(job.stats.finish_reason == "error" for job in jobs)
+  e.reset()
+
+def test_captures_are_alone() -> None:
+  """Whoever calls meanwhile waits, and an exception, also while it waits for its turn, lets the others go on."""
+  turns, events = Turns(), list[str]()
+
+  def capture() -> None:
+    with turns.alone(): events.append("capture")
+
+  def call() -> None:
+    with turns.beside(): events.append("call")
+  with turns.beside(), turns.beside():
+    threads = [threading.Thread(target=capture)]
+    threads[0].start()
+    while not turns.taken: time.sleep(0.001)
+    threads.append(threading.Thread(target=call))
+    threads[1].start()
+    time.sleep(0.05)
+    assert events == []
+  for t in threads: t.join(10)
+  assert events == ["capture", "call"]
+  with pytest.raises(KeyError), turns.alone(): raise KeyError
+  turns.changed.wait_for = lambda ready: ready() or (_ for _ in ()).throw(KeyboardInterrupt)   # type: ignore[method-assign, assignment]
+  with turns.beside(), pytest.raises(KeyboardInterrupt), turns.alone(): pass
+  assert (turns.taken, turns.calls) == (False, 0)
 
 def test_parts_end_together(models: Models, four_cores: Model, monkeypatch: pytest.MonkeyPatch) -> None:
   """When told to, and when one fails: nobody waits for ever, whatever was going on elsewhere."""
