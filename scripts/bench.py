@@ -428,31 +428,36 @@ class Bench:
     self.cards([(s.users, s.prompt + s.output // 2, d) for s in wanted for d in depths])
     if wanted != [scenarios.PUBLIC[s.name] for s in wanted]:
       self.say("scaled down for a CPU: these are not the lengths of the public profile")
-    self.say(f"prompts: {' and '.join(kinds) if texts else RANDOM}, cut to length, no two alike; medians of {args.repeat} rounds\n")
+    self.say(f"prompts: {' and '.join(kinds) if texts else RANDOM}, cut to length, no two alike; medians of {args.repeat} "
+             "rounds, all rows by turns\n")
     self.say(scenarios.table([]))
     rows, bos = list[dict[str, Any]](), self.model.config.bos_token_id
-    for s in wanted:
-      for t in args.temperature:
-        plain = 0.0
-        for depth in depths:
-          prompts = lambda i, s=s: [[bos, *cut(self.model, texts, i * s.users + j, s.prompt - 1)] for j in range(s.users)]
-          answers = scenarios.InProcess(self.model if depth else self.plain, depth)
-          try: rounds = scenarios.measure(s, answers, prompts, args.repeat, t, args.seed, self.again, self.bar.update)
-          finally: answers.close()
-          row = {**scenarios.figures(s, rounds), "temperature": t, "depth": depth, "prompt_kind": "+".join(kinds) if texts else RANDOM,
-                 "identical": None}
-          if t == 0 and depth:                             # rounds[0] is that of prompts(1)
-            row["fixed_width"], row["identical"] = depth + 1, all(
-              self.plain.generate(ids, max_tokens=s.output, fixed_width=depth + 1, ignore_eos=True).ids == call.ids
-              for ids, call in zip(prompts(1), rounds[0].calls))
-            self.plain.reset()
-          card = self.roofline.card(s.users, s.prompt + s.output // 2, depth) if self.own or not depth else None
-          row["roofline"], row["roofline_share"] = card, self.share(card, row["steps_s"])
-          plain = row["tok_s"] if not depth else plain     # depth 0 comes first
-          row["speedup"] = ratio(row["tok_s"], plain)
-          rows.append(row)
-          self.say(scenarios.table([row]))
-          self.warnings += scenarios.warnings(row)
+    answers = {depth: scenarios.InProcess(self.model if depth else self.plain, depth) for depth in depths}
+    prompts = lambda s, i: [[bos, *cut(self.model, texts, i * s.users + j, s.prompt - 1)] for j in range(s.users)]
+    cells = [scenarios.Cell(s, t, answers[depth], functools.partial(prompts, s))
+             for s in wanted for t in args.temperature for depth in depths]
+    try: measured = scenarios.measure(cells, args.repeat, args.seed, self.again, self.bar.update)
+    finally:
+      for x in answers.values(): x.close()
+    ones, plain = dict[Any, list[scenarios.Round]](), 0.0
+    for cell, depth, rounds in zip(cells, depths * len(cells), measured):
+      s, t = cell.scenario, cell.temperature
+      row = {**scenarios.figures(s, rounds), "temperature": t, "depth": depth, "prompt_kind": "+".join(kinds) if texts else RANDOM,
+             "identical": None}
+      if t == 0 and depth:                                 # rounds[0] is that of prompts(1)
+        row["fixed_width"], row["identical"] = depth + 1, all(
+          self.plain.generate(ids, max_tokens=s.output, fixed_width=depth + 1, ignore_eos=True).ids == call.ids
+          for ids, call in zip(cell.prompts(1), rounds[0].calls))
+        self.plain.reset()
+      card = self.roofline.card(s.users, s.prompt + s.output // 2, depth) if self.own or not depth else None
+      row["roofline"], row["roofline_share"] = card, self.share(card, row["steps_s"])
+      plain = row["tok_s"] if not depth else plain         # depth 0 comes first
+      row["speedup"] = ratio(row["tok_s"], plain)
+      if s.users == 1: ones[t, depth, s.prompt, s.output] = rounds
+      elif one := ones.get((t, depth, s.prompt, s.output)): row |= scenarios.over(rounds, one)
+      rows.append(row)
+      self.say(scenarios.table([row]))
+      self.warnings += scenarios.warnings(row)
     self.warnings = list(dict.fromkeys(self.warnings))
     self.say("\n".join(["", *(f"warning: {text}" for text in self.warnings)]))
     return {**head, "scaled_down": cpu or args.small, "scenarios": rows, "warnings": self.warnings}

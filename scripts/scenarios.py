@@ -222,20 +222,36 @@ def warnings(row: dict[str, Any]) -> list[str]:
     found.append(f"{row['scenario']}: the server does not tell tokens/step, so speed and luck of the text can't be told apart")
   return found
 
-def measure(s: Scenario, answers: Answers, prompts: Callable[[int], list[Any]], repeat: int, temperature: float, seed: int,
-            again: Callable[[], bool] = lambda: False, tick: Callable[[], None] = lambda: None) -> list[Round]:
-  """`repeat` rounds after one that does not count. prompts(round) gives one for each user. again: says, after a round,
-  whether it must be repeated."""
-  rounds = list[Round]()
+@dataclass(frozen=True)
+class Cell:
+  """A scenario at one temperature, and who answers. prompts(round) gives a prompt for each user."""
+  scenario: Scenario
+  temperature: float
+  answers: Answers
+  prompts: Callable[[int], list[Any]]
+
+def measure(cells: Sequence[Cell], repeat: int, seed: int, again: Callable[[], bool] = lambda: False,
+            tick: Callable[[], None] = lambda: None) -> list[list[Round]]:
+  """`repeat` rounds of each, by turns, after one that does not count: a machine is not equally fast at all times, and so they can be
+  compared round by round. again: says, after a round, whether it must be repeated."""
+  rounds: list[list[Round]] = [[] for _ in cells]
   for i in range(repeat + 1):
-    while True:
-      made = together(answers, prompts(i), s.output, temperature, seed + i * s.users)
-      if not again(): break
-    if not all(c.tokens for c in made.calls):              # then pieces are the only count there is
-      raise ValueError("server: no usage in the stream, want stream_options.include_usage to be supported")
-    rounds.append(made)
-    tick()
-  return rounds[1:]
+    for cell, mine in zip(cells, rounds):
+      s = cell.scenario
+      while True:
+        made = together(cell.answers, cell.prompts(i), s.output, cell.temperature, seed + i * s.users)
+        if not again(): break
+      if not all(c.tokens for c in made.calls):            # then pieces are the only count there is
+        raise ValueError("server: no usage in the stream, want stream_options.include_usage to be supported")
+      mine.append(made)
+      tick()
+  return [mine[1:] for mine in rounds]
+
+def over(rounds: Sequence[Round], ones: Sequence[Round]) -> dict[str, float]:
+  """How many times the tokens of one user, round by round."""
+  rate = lambda r: sum(c.tokens for c in r.calls) / r.wall
+  x = [rate(a) / rate(b) for a, b in zip(rounds, ones)]
+  return {"over_one_user": float(np.median(x)), "over_one_user_min": min(x), "over_one_user_max": max(x)}
 
 # ------------------------------------------------------------------------------------------------ for people, and a server
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -243,14 +259,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
   number = lambda x, form: "-" if x is None else f"{x:{form}}"
   columns = [("scenario", 10), ("T", 4), ("depth", 6), ("in -> out", 13), ("tok/s", 22), ("decode tok/s", 22), ("TTFT ms 50/95 %", 17),
              ("TPOT ms 50/95 %", 17), ("steps/s", 9), ("tok/step", 9), ("accepted", 9), ("speed-up", 9), ("identical", 10),
-             ("of ceiling", 11)]
-  between = lambda name, r: f"{r[name]:.1f} ({r[name + '_min']:.1f}..{r[name + '_max']:.1f})"
+             ("of ceiling", 11), ("x one user", 18)]
+  between = lambda name, r, n=1: f"{r[name]:.{n}f} ({r[name + '_min']:.{n}f}..{r[name + '_max']:.{n}f})"
   cells = [[n for n, _ in columns]] if not rows else [
     [r["scenario"], f"{r['temperature']:g}", number(r["depth"], "d"), f"{r['prompt_tokens']} -> {r['output_tokens']}",
      between("tok_s", r), between("tok_s_decode", r), f"{r['ttft_ms_p50']:.0f} / {r['ttft_ms_p95']:.0f}",
      f"{r['tpot_ms_p50']:.2f} / {r['tpot_ms_p95']:.2f}", number(r["steps_s"], ".1f"), number(r["tokens_per_step"], ".2f"),
      number(r["acceptance_rate"], ".0%"), number(r.get("speedup"), ".2f"),
-     {True: "yes", False: "NO", None: "-"}[r["identical"]], number(r.get("roofline_share"), ".0%")] for r in rows]
+     {True: "yes", False: "NO", None: "-"}[r["identical"]], number(r.get("roofline_share"), ".0%"),
+     between("over_one_user", r, 2) if "over_one_user" in r else "-"] for r in rows]
   return "\n".join(" ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, (_, w)) in enumerate(zip(row, columns))) for row in cells)
 
 def remote(args: argparse.Namespace, argv: Sequence[str], bar: Any) -> dict[str, Any]:
@@ -274,7 +291,7 @@ def remote(args: argparse.Namespace, argv: Sequence[str], bar: Any) -> dict[str,
       prompts = lambda i, s=s: [tokenizer.decode(cut_to(texts, i * s.users + j, s.prompt)) for j in range(s.users)]
       together(server, prompts(0)[:1], 2, t, args.seed)  # says at once what is wrong
       before = server.counters()
-      rounds = measure(s, server, prompts, args.repeat, t, args.seed, tick=bar.update)
+      (rounds,) = measure([Cell(s, t, server, prompts)], args.repeat, args.seed, tick=bar.update)
       row = {**figures(s, rounds), "temperature": t, "depth": None, "prompt_kind": "+".join(kinds), "identical": None,
              **counted(before, server.counters())}
       rows.append(row)

@@ -51,11 +51,26 @@ def test_rounds_are_warmed_up_and_repeated_where_something_compiled() -> None:
     def ask(self, prompt: str, tokens: int, temperature: float, seed: int) -> Call:
       asked.append((prompt, seed))
       return Call(.1, .2, tokens, 1, 3)
-  rounds = scenarios.measure(S, Toy(), lambda i: [f"{i}a", f"{i}b"], 2, 0.0, 100, lambda: compiled.pop(0))
+  (rounds,) = scenarios.measure([scenarios.Cell(S, 0.0, Toy(), lambda i: [f"{i}a", f"{i}b"])], 2, 100, lambda: compiled.pop(0))
   assert len(rounds) == 2 and not compiled
   assert sorted(asked) == sorted([("0a", 100), ("0b", 101)] * 2 + [("1a", 102), ("1b", 103)] * 2 + [("2a", 104), ("2b", 105)])
   with pytest.raises(ValueError, match="no usage in the stream"):
-    scenarios.measure(S, SimpleNamespace(ask=lambda *a: Call(.1, .2, 0, 4, 3)), lambda i: "ab", 1, 0.0, 0)
+    scenarios.measure([scenarios.Cell(S, 0.0, SimpleNamespace(ask=lambda *a: Call(.1, .2, 0, 4, 3)), lambda i: ["a"])], 1, 0)
+
+def test_scenarios_take_turns_and_are_compared_round_by_round() -> None:
+  asked = list[str]()
+
+  class Toy:
+    def ask(self, prompt: str, tokens: int, temperature: float, seed: int) -> Call:
+      asked.append(prompt)
+      return Call(.1, .2, tokens, 1, 3)
+  one, two = (scenarios.Cell(scenarios.Scenario("", 1, 3, 8), 0.0, Toy(), lambda i, name=name: [f"{name}{i}"]) for name in "ab")
+  rounds = scenarios.measure([one, two], 2, 0)
+  assert asked == ["a0", "b0", "a1", "b1", "a2", "b2"] and [len(r) for r in rounds] == [2, 2]
+  call = lambda tokens: Call(.1, .2, tokens, 1, 3)
+  ones = [scenarios.Round([call(8)], wall) for wall in (1.0, 2.0, 4.0)]
+  many = [scenarios.Round([call(8), call(16)], wall) for wall in (1.0, 1.5, 2.0)]
+  assert scenarios.over(many, ones) == {"over_one_user": 4.0, "over_one_user_min": 3.0, "over_one_user_max": 6.0}
 
 # ------------------------------------------------------------------------------------------------ in this process
 def test_a_batch_in_this_process(shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
