@@ -717,6 +717,18 @@ def test_a_warm_batch_captures_nothing(models: Models, monkeypatch: pytest.Monke
   assert worked(batch, jobs)[2] == models.alone("auto", ask(2, 12, temperature=1.0, seed=3))[0]
   assert "prefill" in events and "compile" not in events
 
+def test_a_warm_batch_of_parts_captures_nothing(models: Models, four_cores: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+  e, events = four_cores.engine, list[str]()
+  e.graphs.clear()
+  batch = Batch(e)
+  batch.warm()
+  emptied(batch)
+  monkeypatch.setattr(e, "progress", lambda stage, done, total: events.append(stage))
+  asks = [dataclasses.replace(a, n=a.n + i) for i in range(4) for a in (*MIXED, ask(260, 3))]
+  jobs = [a.submit(batch) for a in asks]
+  for a, ids in zip(asks, worked(batch, jobs), strict=True): assert ids == models.alone("auto", a)[0]
+  assert "prefill" in events and "compile" not in events
+
 def test_an_idle_engine_waits_and_wakes(models: Models) -> None:
   """It does not spin where there is nothing to do, and a request or the end wakes it."""
   batch, rounds = Batch(models("auto", 2).engine), []

@@ -675,8 +675,8 @@ def test_the_search_for_views_finds_one(models: Models, found_views: list[str]) 
   wide = Tensor.zeros(1, 8, 4).clone().realize()
 
   def build() -> Tensor:
-    made = (wide[0] + e.fill[:1]).contiguous().realize()
-    return write_rows(wide, made[4:6].contiguous(), e.fill).realize()
+    made = (wide[0] + e.fill[0][:1]).contiguous().realize()
+    return write_rows(wide, made[4:6].contiguous(), e.fill[0]).realize()
   out = e.graph("test", build)
   assert out is not None and len(found_views) > before
   del found_views[before:], e.graphs["test",]
