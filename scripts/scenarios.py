@@ -180,6 +180,9 @@ class Round:
   calls: list[Call]
   wall: float                                              # seconds from the first request to the last end
 
+  @property
+  def rate(self) -> float: return sum(c.tokens for c in self.calls) / self.wall
+
 def together(answers: Answers, prompts: Sequence[Any], tokens: int, temperature: float, seed: int) -> Round:
   with ThreadPoolExecutor(len(prompts)) as pool:
     began = time.perf_counter()
@@ -189,7 +192,7 @@ def together(answers: Answers, prompts: Sequence[Any], tokens: int, temperature:
 def figures(s: Scenario, rounds: Sequence[Round]) -> dict[str, Any]:
   """Rates are medians of the rounds with lowest and highest; latencies are over all requests."""
   calls, n = [c for r in rounds for c in r.calls], np.array([[c.tokens for c in r.calls] for r in rounds])
-  rates = n.sum(1) / [r.wall for r in rounds]
+  rates = [r.rate for r in rounds]
   decode = [len(r.calls) * sum(c.tokens - 1 for c in r.calls) / max(sum(c.end - c.first for c in r.calls), 1e-9) for r in rounds]
   spread = lambda name, x: {name: float(np.median(x)), f"{name}_min": float(min(x)), f"{name}_max": float(max(x))}
   cut = lambda name, x: {f"{name}_p50": float(np.quantile(x, .5)), f"{name}_p95": float(np.quantile(x, .95))}
@@ -249,8 +252,7 @@ def measure(cells: Sequence[Cell], repeat: int, seed: int, again: Callable[[], b
 
 def over(rounds: Sequence[Round], ones: Sequence[Round]) -> dict[str, float]:
   """How many times the tokens of one user, round by round."""
-  rate = lambda r: sum(c.tokens for c in r.calls) / r.wall
-  x = [rate(a) / rate(b) for a, b in zip(rounds, ones)]
+  x = [a.rate / b.rate for a, b in zip(rounds, ones)]
   return {"over_one_user": float(np.median(x)), "over_one_user_min": min(x), "over_one_user_max": max(x)}
 
 # ------------------------------------------------------------------------------------------------ for people, and a server

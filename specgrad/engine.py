@@ -120,10 +120,11 @@ def open_device(name: str) -> None:
 def put(tensor: Any, values: np.ndarray) -> None:
   """Overwrites a buffer, on each device that has it, from the host. values: the tensor's dtype and size."""
   data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
-  for t in flat((tensor,)):
-    to = t._buffer()
-    if to.device.split(":")[0] == "CPU": to.as_memoryview(force_zero_copy=True)[:] = data          # without a copy as tinygrad runs one
-    else: to.copy_from(Buffer("PYTHON", t.numel(), t.dtype, opaque=data))
+  with TURNS.beside():
+    for t in flat((tensor,)):
+      to = t._buffer()
+      if to.device.split(":")[0] == "CPU": to.as_memoryview(force_zero_copy=True)[:] = data        # without a copy as tinygrad runs one
+      else: to.copy_from(Buffer("PYTHON", t.numel(), t.dtype, opaque=data))
 
 class Mask(Protocol):
   """Which tokens a reply may go on with, for example by a grammar."""
@@ -313,9 +314,6 @@ class Engine:
     with TURNS.beside(), READING:
       return on_all(self.devices, lambda device: Tensor(np.zeros(shape, dtype), device=device).clone().realize())
 
-  def put(self, tensor: Any, values: np.ndarray) -> None:
-    with TURNS.beside(): put(tensor, values)
-
   @property
   def device(self) -> str: return self.devices[0]
   @property
@@ -454,7 +452,7 @@ class Engine:
     allowed = np.ones((B, plan.width, V), np.bool_)
     for i, r in enumerate(runs):
       if r.mask: allowed[i, :K + 1] = r.mask.rows(drafted[i].tolist())
-    self.put(mask, allowed)
+    put(mask, allowed)
     made = Draft(proposal[0], proposal[1] if len(proposal) > 1 else None) if proposal else None
     rest = functools.partial(settle, self.target, self.cache, self.draft, state, plan, made, mask)
     return self.read(self.graph("settle", rest, plan, B, state.number), B)
@@ -468,8 +466,8 @@ class Engine:
     while at < len(ids):
       n = min(size, len(ids) - at)
       rows = next(r for r in ROWS if r >= n)
-      self.put(self.fill[part], np.array([[at], [slot]], np.int32))
-      self.put(self.rows[part][rows], np.array([*ids[at:at + n], *[0] * (rows - n)], np.int32))
+      put(self.fill[part], np.array([[at], [slot]], np.int32))
+      put(self.rows[part][rows], np.array([*ids[at:at + n], *[0] * (rows - n)], np.int32))
       place.touch(at, rows)
       h = self.chunk(rows, self.bucket(at + rows), part)
       place.held += ids[at:at + n]
@@ -540,10 +538,10 @@ class Engine:
     ends = [self.end(i) for i in spare]
     seeds = [(r.seed & 0xffffffff, r.seed >> 32) for r in runs] + [(0, 0)] * len(spare)
     law = [(r.sampling.temperature, r.sampling.top_p, r.sampling.top_k, r.sampling.min_p) for r in runs] + [(0., 1., 0., 0.)] * len(spare)
-    self.put(lanes.state.at, np.array([[r.pos for r in runs] + ends, [r.slot for r in runs] + spare], np.int32))
-    self.put(lanes.state.anchor, np.array([r.anchor for r in runs] + [-1] * len(spare), np.int32))
-    self.put(lanes.state.seed, np.array(seeds, np.uint32).view(np.int32))
-    self.put(lanes.state.settings, np.array(law, np.float32))
+    put(lanes.state.at, np.array([[r.pos for r in runs] + ends, [r.slot for r in runs] + spare], np.int32))
+    put(lanes.state.anchor, np.array([r.anchor for r in runs] + [-1] * len(spare), np.int32))
+    put(lanes.state.seed, np.array(seeds, np.uint32).view(np.int32))
+    put(lanes.state.settings, np.array(law, np.float32))
     if penalised:
       V = self.config.vocab_size
       bias, counts = np.zeros((lanes.size, V), np.float32), np.zeros((lanes.size, 2, V), np.int32)
@@ -551,9 +549,9 @@ class Engine:
         for token, value in r.sampling.logit_bias: bias[i, token] = value
         for j, ids in enumerate((r.ids, r.out)): counts[i, j] = np.bincount(np.asarray(ids, np.int64), minlength=V)
       rates = [(r.sampling.repetition_penalty, r.sampling.presence_penalty, r.sampling.frequency_penalty) for r in runs]
-      self.put(lanes.state.penalties, np.array(rates + [(1., 0., 0.)] * len(spare), np.float32))
-      self.put(lanes.state.bias, bias)
-      self.put(lanes.state.counts, counts)
+      put(lanes.state.penalties, np.array(rates + [(1., 0., 0.)] * len(spare), np.float32))
+      put(lanes.state.bias, bias)
+      put(lanes.state.counts, counts)
     lanes.spare = list(zip(spare, ends))
 
   def end(self, slot: int) -> int:

@@ -274,7 +274,7 @@ void NAME(float* restrict out, const float* restrict x, const float* restrict no
 // ------------------------------------------------------------------------------------------------ products with stored weights
 // A product is 16 lanes over k, 64 bytes of a row of w at a time. A lane multiplies the weights of one word of four bytes and adds
 // them up; the order depends on k alone, not on how many rows of x there are. Weights are decoded once for several rows of x.
-// Their scales multiply the sums of a group, in float32, or go into the exponents of decoded weights (`folded`).
+// Their scales multiply the sums of a group, in float32, or go into the exponents of decoded weights (`fold`).
 #if defined(KERNEL_linear) || defined(KERNEL_experts) || defined(KERNEL_hc_pre)
 enum { F32, BF16, FP8, FP4 };  // how a weight is stored: its scales are e8m0, one for 128 (FP8) or 32 (FP4) of K
 typedef int w16 __attribute__((vector_size(64), aligned(1)));
@@ -391,10 +391,11 @@ static inline __attribute__((always_inline)) u32 codes_of(Matrix w, i64 k, i64 b
   const u8* p = w.scale + 4 * block; const i64 n = scales_of(FP4, k) - 4 * block;
   return EVEN || n > 3 ? *(const word*)p : p[0] | (n > 1 ? p[1] : 0) << 8 | (n > 2 ? p[2] : 0) << 16;
 }
-// Scales that go into exponents are 64 to 191, so that no weight leaves the range of bfloat16.
+// Scales that go into exponents are 64 to 191, so that no weight leaves the range of bfloat16: the two upper bits differ.
+static inline u8 odd_one(u8 code) { return (u8)~(code ^ code << 1) & 0x80; }
 static inline int usual(Matrix w, i64 rows, i64 k) {        // whether all of these rows of w are
   u8 odd = 0;
-  for (i64 i = 0; i < rows * scales_of(FP4, k); i++) odd |= (u8)~(w.scale[i] ^ w.scale[i] << 1) & 0x80;
+  for (i64 i = 0; i < rows * scales_of(FP4, k); i++) odd |= odd_one(w.scale[i]);
   return !odd;
 }
 // What the weights of a block's four groups lose, in exponents of bfloat16, from the greatest that the table of `decode` holds
@@ -418,8 +419,7 @@ static inline __attribute__((always_inline)) w16 loss_of(const u16* groups) {   
 static inline __attribute__((always_inline)) int losses(u16* to, Matrix w, i64 k) {                // of a whole row of w, if it is `usual`
   u8 odd = 0;
   for (i64 i = 0; i < scales_of(FP4, k); i++) {
-    const u8 c = w.scale[i];
-    odd |= (u8)~(c ^ c << 1) & 0x80; to[i] = (u16)((GREATEST - c) << 7);
+    odd |= odd_one(w.scale[i]); to[i] = (u16)((GREATEST - w.scale[i]) << 7);
   }
   return !odd;
 }
@@ -500,7 +500,7 @@ static inline __attribute__((always_inline)) void product(float* out, i64 stride
     }
     if (SCALED(kind) && !fold) for (int c = 0; c < cols; c++)
       f[c] = kept ? scales[g / GROUP(kind) * cols + c] : factors(from_row(w, kind, k, c * far), kind, k, g);
-    for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++) 
+    for (int r = 0; r < rows; r++) for (int c = 0; c < cols; c++)
       acc[r][c] = SCALED(kind) && !fold ? acc[r][c] + part[r][c] * f[c] : part[r][c];
   }
   for (int j = 0; j < rows * cols; j += 4) {
